@@ -12,9 +12,10 @@ import torch
 from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton's kernels are imported)
 
 from penstock.ops import attention_library, attention_work
-from penstock.ops.attention import LEAST, Geometry, Span, Stripe
+from penstock.ops.attention import LEAST, Geometry, Span, Stripe, Tree
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import FIELDS, LISTED, Launch, WorkItem
+from tests.ops import test_attention_trees as trees
 from tests.ops.kernels import close, reference
 from tests.ops.test_attention import CASES, Case
 
@@ -321,3 +322,10 @@ def test_items_cover_every_key_once(attention: TritonAttention) -> None:
                 assert (seen[token, first:position + 1] == 1).all(), "every key that a query sees is in one of its items"
                 assert (seen[token] <= 1).all()
                 token += 1
+
+
+@BOTH
+def test_queries_of_draft_trees_see_their_ancestors_alone(attention: TritonAttention) -> None:
+    *given, tree = trees.case()
+    found = attention.apply(*(x.to(DEVICE) for x in given), trees.SIZE ** -0.5, tree=Tree(*(x.to(DEVICE) for x in tree)))
+    torch.testing.assert_close(found.cpu(), trees.expected(), atol=2e-3, rtol=2e-3)

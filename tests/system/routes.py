@@ -113,7 +113,8 @@ AXES: dict[str, dict[str, Value]] = {
                 "lookup": Value({"speculate": "suffix", "draft_policy": "fixed"}),
                 "model": Value({"speculative_model": "itself", "draft_policy": "fixed", "num_speculative_tokens": 3}),
                 "adaptive": Value({"speculative_model": "itself"}),
-                "eagle3": Value({"speculative_model": "eagle3", "draft_policy": "fixed", "num_speculative_tokens": 3})},
+                "eagle3": Value({"speculative_model": "eagle3", "draft_policy": "fixed", "num_speculative_tokens": 3}),
+                "tree": Value({"speculative_model": "tree", "draft_policy": "fixed"})},
     "mask": {"none": Value(), "open": Value(apply=_mask)},
     "codec": options("kv_cache_dtype", "auto", "fp8", "int8", "turbo4"),
     "scheme": {"plain": Value(), **options("quantization", "fp8", "int4", "q8_0")},
@@ -131,7 +132,7 @@ EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
     *((("adapter", "mixed"), ("scheme", one)) for one in ("int4", "q8_0")),
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
     *((("drafter", drafter), ("layout", "pp2")) for drafter in AXES["drafter"] if drafter != "none"),
-    *((("drafter", drafter), ("layout", "cp2")) for drafter in ("model", "adaptive", "eagle3")),
+    *((("drafter", drafter), ("layout", "cp2")) for drafter in ("model", "adaptive", "eagle3", "tree")),
     # The last place of a sum, which PyTorch's products of other sizes and sums over ranks change, may become a whole code.
     *((plain, stored) for plain in (("kernel", "reference"), ("layout", "tp2"), ("layout", "tp3"), ("layout", "cp2"))
       for stored in (*(("codec", name) for name in ("fp8", "int8", "turbo4")),

@@ -93,8 +93,13 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
     if told["tight"]:
         options["kv_cache_memory_bytes"] = _tight(folder, options["block_size"], options["max_num_batched_tokens"], models)
     if models > 1:
-        head = options["speculative_model"] == "eagle3"
-        options["speculative_model"] = str(saved_head(folder, scratch / "head", 3) if head else folder)
+        asked = options["speculative_model"]
+        options["speculative_model"] = str(folder if asked == "itself" else saved_head(folder, scratch / "head", 3))
+        if asked == "tree":
+            # Chains where trees are refused.
+            branches = 3 if _full_attention(folder) else 1
+            options["speculative_config"] = {"model": options.pop("speculative_model"), "num_speculative_tokens": 3,
+                                             "draft_policy": options.pop("draft_policy"), "speculative_eagle_topk": branches}
         if "cache_host_bytes" in options:
             options["cache_host_bytes"] *= models
     settled = EngineOptions(**options)
@@ -128,6 +133,16 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
     engine.scheduler.check()
     engine.close()
     return out, stats.preemptions
+
+
+def _full_attention(folder: Path) -> bool:
+    from penstock import models
+    from penstock.checkpoint import read_config
+    from penstock.layers.attention import AttentionSpec
+
+    blocks = models.describe(read_config(folder)).blocks
+    mixers = [mixer for block in blocks for mixer in block.mixers if mixer.states("float32")]
+    return all(isinstance(mixer, AttentionSpec) and not mixer.window and not mixer.slopes for mixer in mixers)
 
 
 @cache

@@ -418,6 +418,49 @@ def test_rejection_changes_no_greedy_answer_and_repeats_itself(rule: str, drafte
         speculation(EngineOptions(speculative_config={"method": "ngram", "rejection_sample_method": "blocks"}))
 
 
+STORIES = [[{"role": "user", "content": f"Tell me a story about a {word}"}] for word in ("fox", "boat")]
+
+
+@pytest.mark.parametrize(("draft", "branches"), [(EAGLE, 4), (DRAFT, 2)], ids=["eagle3", "model"])
+def test_trees_change_no_answer_and_keep_more(draft: str, branches: int) -> None:
+    """Texts that go on behind their end, where drafts are often wrong. Rows with penalties have chains in the same batch."""
+    kept, said = [], []
+    for topk, tokens in ((1, None), (branches, None), (branches, 15)):
+        config = {"model": draft, "draft_policy": "fixed", "num_speculative_tokens": 4, "speculative_eagle_topk": topk,
+                  "speculative_num_draft_tokens": tokens}
+        params = [SamplingParams(temperature=temperature, max_tokens=80, seed=7, ignore_eos=True, repetition_penalty=penalty,
+                                 logprobs=logprobs)
+                  for temperature in (0.0, 2.0) for penalty in (1.0, 1.2) for logprobs in (None, 1)]
+        with opened(speculative_config=config) as llm:
+            said.append(told(llm, params))
+            stats = llm.engine.stats()
+            kept.append(stats.accepted_tokens / stats.drafts)
+    with opened() as plain:
+        said.append(told(plain, params))
+    assert said[0] == said[1] == said[2] == said[3] and kept[0] * 1.02 < kept[1], kept
+
+
+def told(llm: LLM, params: list[SamplingParams]) -> list[Any]:
+    found = llm.chat([story for story in STORIES for _ in params], params * len(STORIES), use_tqdm=False)
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found]
+
+
+def test_trees_with_everything_else() -> None:
+    config = {"model": EAGLE, "speculative_eagle_topk": 3, "num_speculative_tokens": 3, "draft_policy": "fixed"}
+    with opened() as plain, opened(speculative_config=config) as drafting:
+        for asked in ASKED:
+            assert answers(drafting, **asked)[0] == answers(plain, **asked)[0], asked
+        assert constrained(drafting) == constrained(plain)
+    for other, message in (({"method": "suffix", "model": None}, "several candidates"),
+                           ({"rejection_sample_method": "block"}, "strict"), ({"num_speculative_tokens": 1}, "2 steps"),
+                           ({"speculative_num_draft_tokens": 6}, "can have 7 to 22")):
+        with pytest.raises(ConfigError, match=message), opened(speculative_config={**config, **other}):
+            pass
+    with pytest.raises(ConfigError, match="full attention"), LLM(LATENT, threads=1, max_model_len=256, speculative_config={
+            "method": "mtp", "speculative_eagle_topk": 2}):
+        pass
+
+
 def test_a_shape_without_weights_drafts_for_another(tmp_path: Path) -> None:
     """As benchmarks have it: configs alone, and an imposed acceptance."""
     (tmp_path / "config.json").write_text((Path(DRAFT) / "config.json").read_text())

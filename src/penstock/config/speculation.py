@@ -23,11 +23,14 @@ _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram",
 """Methods, by their names in vLLM's configuration and in ours."""
 _NUMBERS = {"num_speculative_tokens": "tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest",
             "draft_layers": "layers", "synthetic_acceptance_rate": "synthetic", "relaxed_topk": "relaxed",
-            "relaxed_delta": "delta"}
+            "relaxed_delta": "delta", "speculative_eagle_topk": "branches", "speculative_num_steps": "tokens",
+            "speculative_num_draft_tokens": "nodes"}
 """Fields of `Speculation`, by their names in the configuration."""
 _KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_sample_method",
          "use_relaxed_acceptance_for_thinking", *_NUMBERS)
 """Keys of vLLM's configuration that are supported; those for relaxed acceptance have TensorRT-LLM's names."""
+TREES = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
+"""Methods whose drafts may be trees."""
 _RULES = {"strict": "", "synthetic": "", "probabilistic": "token", "block": "block"}
 """Rules of verification, by their names in the configuration: `Speculation.rejection`."""
 _SHARES = ("synthetic", "delta")
@@ -57,6 +60,10 @@ class Speculation:
     """layer_skip: the model's first layers that draft; 0: a quarter of them."""
     parallel: bool | None = None
     """Whether a draft model or head drafts all tokens in one pass, by mask tokens (PARD, P-EAGLE); None: as its config says."""
+    branches: int = 1
+    """Above 1: drafts are trees, in which so many drafts of each level are followed by so many candidates each."""
+    nodes: int = 0
+    """The drafts of a tree; 0: branches times tokens."""
     rejection: str = ""
     """token or block: drafts are kept by rejection sampling, one by one or by the probability of all; empty: where the target
     samples the same token. Another answer, of the same distribution."""
@@ -68,6 +75,17 @@ class Speculation:
     """Lossy: and if its log probability is at most so much below the best token's."""
 
 
+    @property
+    def tree(self) -> tuple[int, int, int] | None:
+        """(branches, levels, drafts) of trees; None: drafts are chains."""
+        return None if self.branches == 1 else (self.branches, self.tokens, self.most)
+
+    @property
+    def most(self) -> int:
+        """The most drafts that a step verifies for a sequence."""
+        return self.tokens if self.branches == 1 else self.nodes or min(63, self.branches * self.tokens)
+
+
 def own_drafters() -> EntryPoints:
     """Drafters of users, by the names that installed packages give them: functions of (`Speculation`, the target's `Decoder`)
     that return a `worker/drafting.py::LoadedDrafter`."""
@@ -76,6 +94,14 @@ def own_drafters() -> EntryPoints:
 
 def speculation(options: EngineOptions) -> Speculation | None:
     """The settings that the options give; None if nothing is drafted. ConfigError for impossible ones."""
+    found = _speculation(options)
+    if found is not None and found.tree is not None and (options.batch_invariant or options.context_parallel_size > 1):
+        raise ConfigError("speculative_eagle_topk is not possible with batch_invariant or context_parallel_size, whose sums "
+                          "have an order of keys that trees change; leave one of them out")
+    return found
+
+
+def _speculation(options: EngineOptions) -> Speculation | None:
     given = options.speculative_config
     if given:
         if options.speculate != "off" or options.speculative_model is not None:
@@ -138,9 +164,27 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
     policy = given.get("draft_policy", options.draft_policy)
     if policy not in ("adaptive", "fixed"):
         raise ConfigError(f"speculative_config: draft_policy is {policy!r}; possible are adaptive and fixed")
+    if numbers.get("nodes"):
+        # As SGLang counts them, with the token before the drafts.
+        numbers["nodes"] -= 1
     found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive", parallel=parallel,
                         rejection=_RULES[rule])
     return _checked(dataclasses.replace(found, **numbers))
+
+
+def _check_tree(found: Speculation) -> None:
+    """ConfigError for a tree that cannot be."""
+    least = found.branches * (found.tokens - 1)
+    most = sum(found.branches ** min(level, 2) for level in range(1, found.tokens + 1))
+    if not 1 < found.branches <= 16 or found.tokens < 2:
+        raise ConfigError(f"speculative_eagle_topk is {found.branches} and speculative_num_steps {found.tokens}; possible are "
+                          "1 to 16, and for trees at least 2 steps")
+    if not least <= found.most <= min(63, most):
+        raise ConfigError(f"speculative_num_draft_tokens is {found.most + 1}; a tree of {found.tokens} steps with "
+                          f"{found.branches} branches can have {least + 1} to {min(63, most) + 1}, with the verified token")
+    if found.rejection or found.relaxed or found.synthetic is not None:
+        raise ConfigError("speculative_eagle_topk needs rejection_sample_method strict and no relaxed acceptance: the target's "
+                          "own choice is looked up in the tree")
 
 
 def _checked(found: Speculation) -> Speculation:
@@ -160,6 +204,11 @@ def _checked(found: Speculation) -> Speculation:
     if not 0 <= found.relaxed <= 128 or found.delta < 0:
         raise ConfigError(f"relaxed_topk is {found.relaxed} and relaxed_delta {found.delta}; possible are 1 to 128, and "
                           "0 or more")
+    if found.branches != 1:
+        _check_tree(found)
+    elif found.nodes:
+        raise ConfigError("speculative_num_draft_tokens is for trees: set speculative_eagle_topk, or num_speculative_tokens "
+                          "alone")
     if found.relaxed and found.rejection:
         raise ConfigError("use_relaxed_acceptance_for_thinking needs rejection_sample_method strict; leave one of them out")
     if found.layers < 0 or (found.layers and method != "layer_skip"):

@@ -260,7 +260,7 @@ class Attention:
         else:
             out = kernels.attention.apply(q, self.k, self.v, group.table, step.query_start, step.context, spec.scale,
                                           spec.window, spec.softcap, self.sinks, step.work[self.work],
-                                          step.library[self.work], self.slopes, self.scales)
+                                          step.library[self.work], self.slopes, self.scales, step.tree)
         if spec.gate:
             out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
         out = out.view(tokens, -1)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.ops.attention import AttentionOps, Geometry, Span
+from penstock.ops.attention import AttentionOps, Geometry, Span, Tree
 from penstock.parallel.group import Group
 from penstock.parallel.runs import Runs
 
@@ -118,6 +118,8 @@ class Step:
     """The same for the tokens `ends` alone."""
     runs: Runs | None = None
     """The runs in which a projection that leaves a sum over ranks is computed. None: all rows at once."""
+    tree: Tree | None = None
+    """Hides keys from the tokens of draft trees."""
     beside: torch.Tensor | None = None
     """[T, width]: of a draft head, the hidden states that go with the tokens; behind its entry, the tokens' embeddings."""
 

@@ -96,6 +96,23 @@ class SharedPrefixes:
     share min(common[i:j]) positions."""
 
 
+class Tree(NamedTuple):
+    """The queries of a step that attend to their ancestors alone, not to all keys before them (draft trees)."""
+
+    origin: torch.Tensor
+    """[S] int32: the position from which on a segment's queries see only the keys that their bits name; beyond its context if
+    there are none."""
+    bits: torch.Tensor
+    """[T] int64: bit i of a query says whether it sees the key at origin + i."""
+
+    def order(self, segment: int, query: int, keys: int) -> tuple[torch.Tensor, int]:
+        """The first `keys` positions of a segment's context in an order in which this query sees the first ones, and the place
+        of its own among them. That of a chain, so that its result is as if there were no tree."""
+        at, origin = torch.arange(keys, device=self.bits.device), int(self.origin[segment])
+        seen = (at < origin) | (((self.bits[query] >> (at - origin).clamp(0, 63)) & 1) > 0)
+        return torch.argsort((~seen).int(), stable=True), int(seen.sum()) - 1
+
+
 Rows = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(begin, end, size) -> keys and values [size, KV, D] of a segment's positions from `begin` on, zeros from `end` on."""
 
@@ -154,7 +171,7 @@ class AttentionOps:
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
-              slopes: torch.Tensor | None = None, scales: Scales | None = None) -> torch.Tensor:
+              slopes: torch.Tensor | None = None, scales: Scales | None = None, tree: Tree | None = None) -> torch.Tensor:
         """Causal attention: softmax(cap(q k^T * scale)) v, cap(s) = softcap * tanh(s / softcap) if softcap is not 0.
 
         q [T, H, D]; segment s owns queries query_start[s] to query_start[s + 1], the last of its context[s] positions. Tokens
@@ -166,13 +183,14 @@ class AttentionOps:
         extra score per head, as of a key with a zero value. slopes [H] float32: a score is raised by slope * (key's position
         - query's position) (ALiBi, Press et al. 2022). scales: k_cache and v_cache [pages, KV, page, bytes] hold the codes of
         its codec (there is no R then). H is a multiple of KV (grouped queries, Ainslie et al. 2023).
+        `tree`: hides more keys, where there are neither windows nor slopes.
         query_start [S + 1] and context [S] are int32 on q's device; `work` is the result of `prepare`, on the same device, and
         `library` its argument. Returns [T, H, D] in q's dtype. Scores and sums are float32; the reference's result for a query
         does not depend on the other queries of the step.
         """
         elsewhere = {span.segment for span in library}
         return partial(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks, slopes, scales,
-                       without=elsewhere)[0].to(q.dtype)
+                       without=elsewhere, tree=tree)[0].to(q.dtype)
 
     def striped(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
                 query_start: torch.Tensor, context: torch.Tensor, scale: float, softcap: float = 0.0,
@@ -202,7 +220,7 @@ class AttentionOps:
 def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
             context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
             slopes: torch.Tensor | None = None, scales: Scales | None = None, stripe: Stripe = WHOLE,
-            without: Collection[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+            without: Collection[int] = (), tree: Tree | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention, as `AttentionOps.apply`, over the keys of one stripe, for the segments that are not in `without`; sinks count
     in the first stripe. Returns the results [T, H, D] and the logarithms of the softmax's sums [T, H], both float32: results
     of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys."""
@@ -226,6 +244,14 @@ def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table
         if window:
             # Stale slots of the first page may hold NaN, and zero weight times NaN is NaN.
             values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)
+        if tree is not None and int(tree.origin[s]) < length:
+            for query in range(lo, hi):
+                order, own = tree.order(s, query, first_query + 1 + query - lo)
+                numbers = torch.tensor([0, 0, 1, own + 1], dtype=torch.int32, device=q.device)
+                mine, theirs = (x[None, :, order[:own + 1]] for x in (keys, values))
+                out[query] = partial(q[query:query + 1], mine, theirs, numbers[None, :1], numbers[1:3], numbers[3:], scale, 0,
+                                     softcap, sinks)[0][0]
+            continue
         block = max(1, _SCORES // (q.shape[1] * max(1, len(key))))
         for at in range(lo, hi, block):
             queries = q[at:min(hi, at + block)].unflatten(1, (kv_heads, -1)).float()

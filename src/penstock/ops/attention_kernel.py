@@ -4,8 +4,7 @@ A program computes one item (made on the host by `attention_work.py`) for one KV
 several segments with a shared prefix, with all query heads of the KV head, over a range of keys. `attention_triton.py` launches
 it.
 
-Draft trees would need one more mask: where `_scan` compares a key with the query's position, a per-query bit set would select
-the keys of the query's own segment.
+Draft trees have one more mask: from a segment's origin on, bits of each query select the keys that it sees.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
 
 
 @triton.jit
-def _edited(scores, key, position, slope, scale, softcap, window, highest, group: tl.constexpr, windowed: tl.constexpr,
+def _edited(scores, key, position, own, scale, softcap, window, highest, group: tl.constexpr, windowed: tl.constexpr,
             capped: tl.constexpr, sloped: tl.constexpr, masked: tl.constexpr):
     """Products of queries and keys [rows, keys] as scores, -inf where a query may not see a key (masked). If neither capped nor
-    sloped, they still lack the scale."""
+    sloped, they still lack the scale. `own`: (slope, bits, origin) of the rows; sloped: 1 with slopes, 2 with bits, or both."""
     rows = tl.arange(0, scores.shape[0]) // group
+    slope, bits, origin = own
     if capped:
         x = scores * (scale / softcap)
         small = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
         scores = (1.0 - small) / (1.0 + small) * tl.where(x < 0, -softcap * _LOG2E, softcap * _LOG2E)
-    elif sloped:
+    elif sloped % 2:
         away = key[None] - (position + rows)[:, None]
         scores = (scores * scale + slope[:, None] * away.to(tl.float32)) * _LOG2E
     if masked:
@@ -52,12 +52,15 @@ def _edited(scores, key, position, slope, scale, softcap, window, highest, group
         seen = (key[None] <= mine) & (key < highest)[None]
         if windowed:
             seen = seen & (key[None] > mine - window)
+        if sloped // 2:
+            at = tl.minimum(tl.maximum(key - origin, 0), 63).to(tl.int64)
+            seen = seen & ((key < origin)[None] | (((bits[:, None] >> at[None]) & 1) > 0))
         scores = tl.where(seen, scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def _scan_words(q, slope, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window, page_stride,
+def _scan_words(q, own, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window, page_stride,
                 slot_stride, beside, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
                 windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
                 fast: tl.constexpr):
@@ -100,8 +103,8 @@ def _scan_words(q, slope, k_cache, v_cache, table, start, stop, lowest, highest,
             scores *= k_gain[None, :]
         if k_form // 64 % 2:
             scores += sums[:, None] * k_shift[None, :]
-        factor = 1.0 if capped or sloped else scale * _LOG2E
-        scores = _edited(scores, key, position, slope, scale, softcap, window, highest, group, windowed, capped, sloped, True)
+        factor = 1.0 if capped or sloped % 2 else scale * _LOG2E
+        scores = _edited(scores, key, position, own, scale, softcap, window, highest, group, windowed, capped, sloped, True)
         top = tl.maximum(peak, tl.max(scores, 1) * factor)
         shift = tl.where(top == float("-inf"), 0.0, top)
         old = tl.exp2(peak - shift)
@@ -124,7 +127,7 @@ def _scan_words(q, slope, k_cache, v_cache, table, start, stop, lowest, highest,
 
 
 @triton.jit
-def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table,
+def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table,
           start, stop, lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside,
           group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
           windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
@@ -188,8 +191,8 @@ def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_to
         if tail > 0:
             k_tail = tl.load(t_inside + jump, mask=((key >= lowest) & (key < highest))[:, None] & (t < tail)[None], other=0.0)
             scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
-        factor = 1.0 if capped or sloped else scale * _LOG2E
-        scores = _edited(scores, key, position, slope, scale, softcap, window, highest, group, windowed, capped, sloped, masked)
+        factor = 1.0 if capped or sloped % 2 else scale * _LOG2E
+        scores = _edited(scores, key, position, own, scale, softcap, window, highest, group, windowed, capped, sloped, masked)
         full = (first % unit == 0) & (first > begin) if closing else False
         before = tl.where(full, float("-inf"), peak) if closing else peak
         top = tl.maximum(before, tl.max(scores, 1) * factor)
@@ -212,7 +215,7 @@ def _scan(q, q_tail, slope, acc, peak, total, closed_acc, closed_peak, closed_to
 
 
 @triton.jit
-def _attend(q, q_tail, slope, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale,
+def _attend(q, q_tail, own, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale,
             softcap, window, page_stride, slot_stride, beside, group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr,
             page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr,
             k_form: tl.constexpr, v_form: tl.constexpr, edges: tl.constexpr, closing: tl.constexpr):
@@ -228,17 +231,17 @@ def _attend(q, q_tail, slope, k_cache, v_cache, table, start, stop, unit, opened
     if edges:
         if windowed:
             acc, peak, total, whole, whole_peak, whole_total = _scan(
-                q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
+                q, q_tail, own, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
                 tl.minimum(stop, opened), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside,
                 group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, True, closing)
         acc, peak, total, whole, whole_peak, whole_total = _scan(
-            q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
+            q, q_tail, own, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
             tl.maximum(start, opened), tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
             slot_stride, beside, group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, False,
             closing)
         start = tl.maximum(start, closed)
     acc, peak, total, whole, whole_peak, whole_total = _scan(
-        q, q_tail, slope, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop,
+        q, q_tail, own, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop,
         lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size,
         block_n, windowed, capped, sloped, k_form, v_form, True, closing)
     if closing:
@@ -431,10 +434,10 @@ def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, ou
 
 
 @triton.jit(do_not_specialize=["items", "mates", "counters", "table_row", "scale", "softcap", "window"])
-def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, counters, parts_acc, parts_sum, scale, softcap,
-           window, q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head, table_row,
-           k_scales, v_scales, k_table, v_table, ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot, v_fixed, lift,
-           group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr,
+def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_bits, items, mates, counters, parts_acc,
+           parts_sum, scale, softcap, window, q_token, q_head, page_stride, head_stride, slot_stride, out_token, out_head,
+           table_row, k_scales, v_scales, k_table, v_table, ks_page, ks_head, ks_slot, vs_page, vs_head, vs_slot, v_fixed,
+           lift, group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_m: tl.constexpr,
            block_n: tl.constexpr, block_d: tl.constexpr, block_t: tl.constexpr, rows: tl.constexpr, windowed: tl.constexpr,
            capped: tl.constexpr, sunk: tl.constexpr, sloped: tl.constexpr, fixed: tl.constexpr,
            edges: tl.constexpr, shared: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, linked: tl.constexpr,
@@ -474,7 +477,11 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, c
         end_tile = tl.load(q_at, mask=kept, other=0.0).to(tile.dtype)
     else:
         end_tile = tile
-    slope = tl.load(slopes + heads) if sloped else tl.zeros((block_m,), tl.float32)
+    slope = tl.load(slopes + heads) if sloped % 2 else tl.zeros((block_m,), tl.float32)
+    row = tl.arange(0, block_m) // group
+    bits = tl.load(tree_bits + token + first + row, mask=row < queries, other=0) if sloped // 2 else tl.zeros((1,), tl.int64)
+    origin = tl.load(origins + segment) if sloped // 2 else 0
+    own = (slope, bits, origin)
     k_cache += head.to(tl.int64) * head_stride
     v_cache += head.to(tl.int64) * head_stride
     table += segment * table_row
@@ -486,14 +493,15 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, c
     highest = tl.minimum(end, position + queries)
     lowest = tl.maximum(position - window + 1, 0) if windowed else 0
     opened = tl.cdiv(tl.maximum(position + queries - window, begin), block_n) * block_n if windowed else begin
-    closed = tl.maximum((position + 1) // block_n * block_n, opened)
+    sure = tl.minimum(position + 1, origin) if sloped // 2 else position + 1
+    closed = tl.maximum(sure // block_n * block_n, opened)
 
     done = 0
     if fixed:
         if ends == 1:
             # One loop over all units: a loop per unit would stall on its first loads each time.
             acc, peak, total = _attend(
-                tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
+                tile, end_tile, own, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
                 scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
                 capped, sloped, k_form, v_form, edges, True)
         else:
@@ -502,7 +510,7 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, c
             total = tl.zeros((block_m,), tl.float32)
             for start in range(begin, end, unit):
                 more_acc, more_peak, more_total = _attend(
-                    tile, end_tile, slope, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed,
+                    tile, end_tile, own, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed,
                     lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside, group, size, tail,
                     page_size, block_n, windowed, capped, sloped, k_form, v_form, edges, False)
                 _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
@@ -510,12 +518,12 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, items, mates, c
     else:
         if words:
             acc, peak, total = _scan_words(
-                tile, slope, k_cache, v_cache, table, begin, end, lowest, highest, position, scale, softcap, window,
+                tile, own, k_cache, v_cache, table, begin, end, lowest, highest, position, scale, softcap, window,
                 page_stride, slot_stride, beside, group, size, page_size, block_n, windowed, capped, sloped, k_form,
                 v_form, fast)
         else:
             acc, peak, total = _attend(
-                tile, end_tile, slope, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
+                tile, end_tile, own, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
                 scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
                 capped, sloped, k_form, v_form, edges, False)
         if ends > 1:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.ops import attention_library, attention_work, gpu
-from penstock.ops.attention import LEAST, WHOLE, AttentionOps, Divides, Geometry, Ints, Rows, SharedPrefixes, Span, Stripe
+from penstock.ops.attention import LEAST, WHOLE, AttentionOps, Divides, Geometry, Ints, Rows, SharedPrefixes, Span, Stripe, Tree
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.codec import Scales
@@ -61,7 +61,7 @@ class TritonAttention(AttentionOps):
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None, library: Sequence[Span] = (),
-              slopes: torch.Tensor | None = None, scales: Scales | None = None) -> torch.Tensor:
+              slopes: torch.Tensor | None = None, scales: Scales | None = None, tree: Tree | None = None) -> torch.Tensor:
         """Without `work` it is prepared here, which synchronises the device. Counters in `work` are zero before and after."""
         tokens, heads, _ = q.shape
         _, kv_heads, page, size = v_cache.shape
@@ -87,7 +87,7 @@ class TritonAttention(AttentionOps):
         for launch in (layout.narrow, layout.broad):
             if launch is not None and len(library) < segments:
                 self._launch(launch, geometry, launch is layout.broad, q, k_cache, v_cache, table, scale, softcap, sinks,
-                             slopes, work, out, scales)
+                             slopes, work, out, scales, tree=tree)
         if not tail:
             attention_library.attend(q, k_cache, v_cache, table, scale, library, out, scales, sinks)
         return out
@@ -118,7 +118,7 @@ class TritonAttention(AttentionOps):
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
                 v_cache: torch.Tensor, table: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None,
                 slopes: torch.Tensor | None, work: torch.Tensor, out: torch.Tensor, scales: Scales | None,
-                logs: torch.Tensor | None = None) -> None:
+                logs: torch.Tensor | None = None, tree: Tree | None = None) -> None:
         from penstock.ops.attention_kernel import attend  # triton takes 0.3 s to import, and may be absent
 
         shape, size, kv_heads = launch.shape, geometry.head_size, geometry.kv_heads
@@ -132,13 +132,15 @@ class TritonAttention(AttentionOps):
         lift = 64.0 if words or (scales is not None and q.dtype is torch.float16) else 1.0
         attend[(kv_heads, launch.items)](
             q, k_cache, v_cache, out, logs, table, out if sinks is None else sinks,
-            out if slopes is None else slopes, work[launch.offset:], work[launch.mates:],
+            out if slopes is None else slopes,
+            *((out, out) if tree is None else tree), work[launch.offset:], work[launch.mates:],
             work[launch.counters:], parts, parts[room * block_d:], scale * fixed[0], softcap, geometry.window,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], out.stride(0), out.stride(1),
             table.stride(0), *given, fixed[1] / lift, lift, **forms, group=group, size=size, tail=geometry.tail,
             page_size=geometry.page, block_m=shape.block_m,
             block_n=shape.block_n, block_d=block_d, block_t=_block(geometry.tail), rows=shape.queries * group,
-            windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None, sloped=slopes is not None,
+            windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
+            sloped=(slopes is not None) + 2 * (tree is not None),
             fixed=self.invariant, edges=broad, shared=launch.shared, linked=linked,
             fields=attention_work.FIELDS, words=words, fast=q.device.type != "cpu", num_warps=shape.warps,
             num_stages=_stages(shape, geometry, q.device), launch_pdl=linked)

@@ -14,7 +14,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.ops import coded_cpu, native
-from penstock.ops.attention import AttentionOps, Span
+from penstock.ops.attention import AttentionOps, Span, Tree
 from penstock.ops.codec import Scales, table
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.linear import Weight
@@ -169,7 +169,7 @@ class CpuAttention(AttentionOps):
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
               sinks: torch.Tensor | None = None, work: torch.Tensor | None = None,  # noqa: ARG002 (nothing is prepared)
               library: Sequence[Span] = (), slopes: torch.Tensor | None = None,  # noqa: ARG002
-              scales: Scales | None = None) -> torch.Tensor:
+              scales: Scales | None = None, tree: Tree | None = None) -> torch.Tensor:
         tokens, heads, size = q.shape
         value_size = v_cache.shape[3] if scales is None else size
         out = torch.empty(tokens, heads, value_size, dtype=q.dtype)
@@ -178,8 +178,9 @@ class CpuAttention(AttentionOps):
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
             context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
             context.shape[0], heads, shape[1], size, value_size, shape[2], window, 0 if sinks is None else sinks.data_ptr(),
-            0 if slopes is None else slopes.data_ptr(), *_codings(scales)), scale, softcap, _CODES[q.dtype],
-            _CODES[k_cache.dtype] if scales is None else 3)
+            0 if slopes is None else slopes.data_ptr(),
+            *((0, 0) if tree is None else (tree.origin.data_ptr(), tree.bits.data_ptr())), *_codings(scales)),
+            scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype] if scales is None else 3)
         return out
 
 
@@ -221,7 +222,7 @@ class CpuOperations:
     """The operations of one instruction set. `supports` builds and loads the library, and must be called first."""
 
     _ROPE = struct.Struct("31q")
-    ATTENTION = struct.Struct("25q11q3d11q3d")
+    ATTENTION = struct.Struct("27q11q3d11q3d")
     _CACHE = struct.Struct("19q11q3d11q3d")
 
     def __init__(self, isa: native.InstructionSet) -> None:

@@ -120,6 +120,13 @@ class SampleOps:
             best[drawn], value[drawn] = _largest(some)
         return value[:, None], best[:, None].int() + first
 
+    def perturbed(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """[S, V] float32: values whose largest `choose` takes, without filters: logits, or a race's for rows with
+        Feature.RANDOM."""
+        mine, x = table[row.long()], logits.float()
+        drawn = (mine[:, Column.FEATURES, None] & int(Feature.RANDOM)) > 0
+        return torch.where(drawn, _race(x, mine, position, None, 0), x)
+
     def elect(self, values: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
               position: torch.Tensor, out: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> torch.Tensor:
         """The best candidate of each line [S] int32, the lowest id of equals, which is also written into `tokens` at its

@@ -59,8 +59,10 @@ class Adaptive(DraftPolicy):
     j-th is kept with probability a^j, where a is the sequence's acceptance. c is that of the model of step time.
     """
 
-    def __init__(self, most: int, times: StepTime) -> None:
+    def __init__(self, most: int, times: StepTime, whole: bool = False) -> None:
+        """`whole`: drafts are trees, which are drafted as a whole or not at all."""
         super().__init__(most)
+        self.whole = whole
         self._times = times
         self._accepted = _ACCEPTED
         self._rates: dict[int, list[float]] = {}
@@ -92,6 +94,8 @@ class Adaptive(DraftPolicy):
         if self._drafted and self._since >= (_FEW if not without else _PLAIN if with_drafts < _CLEAR * without else _SELDOM):
             return 0
         accepted, bar = self._accepted if sequence.acceptance is None else sequence.acceptance, self.bar
+        if self.whole:
+            return self.most if self._pays or (not self._drafted and self._since >= _TRIAL) else 0
         if bar <= 0.0 or accepted >= 1.0 > bar:
             return self.most
         if accepted > bar:
@@ -175,4 +179,4 @@ def _expected(sequence: Sequence) -> list[int]:
 
 def draft_policy(asked: Speculation, times: StepTime) -> DraftPolicy:
     """The policy that the options ask for."""
-    return Adaptive(asked.tokens, times) if asked.adaptive else DraftPolicy(asked.tokens)
+    return Adaptive(asked.most, times, asked.tree is not None) if asked.adaptive else DraftPolicy(asked.most)

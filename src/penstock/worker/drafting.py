@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows, Sampler
 from penstock.worker.staging import upload
 from penstock.worker.verify import STRICT, Acceptance, Verified
+
+if TYPE_CHECKING:
+    from penstock.worker.trees import Trees
 
 
 class Drafting:
@@ -53,6 +56,12 @@ class Drafting:
     def length(self) -> torch.Tensor:
         """[D] int32, on the device: number of known tokens of each row."""
         return self._there[1]
+
+    def part(self, which: npt.NDArray[np.bool_], most: int) -> Drafting:
+        """The input for some of the segments [D], of at most so many drafts each."""
+        found = Drafting(self.plan, self.rows)
+        vars(found).update(segments=self.segments[which], count=np.minimum(self.count[which], most))
+        return found
 
     def written(self) -> torch.Tensor:
         """The drafts of all segments, one after the other, on the device."""
@@ -90,6 +99,8 @@ class Host:
     """The drafter's windows into the arena, in the order of `LoadedDrafter.states`."""
     capture: Callable[[Decoder], Graphs | None]
     """Captures another model's steps as CUDA graphs, if the worker captures any."""
+    trees: Trees | None = None
+    """The trees of the rows, if drafts branch."""
     draw: Draw | None = None
     """Draws drafts in place of the rule by which their targets are sampled, if drafts are verified by rejection."""
 

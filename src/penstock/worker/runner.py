@@ -13,7 +13,7 @@ from penstock.worker.adapters import Adapters
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.step import Bucket, StepBuilder, picks_of
+from penstock.worker.step import Branches, Bucket, StepBuilder, picks_of
 
 
 class Runner:
@@ -28,14 +28,14 @@ class Runner:
         """The links of a pipeline stage."""
 
     def forward(self, plan: StepPlan, every: bool = False,
-                behind: Ints | None = None) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
+                behind: Ints | None = None, branches: Branches | None = None) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
         """Returns hidden states of all tokens if `every`, hidden states of the logits rows (possibly padded), and the logits
-        rows' owners. `behind`: as in `StepBuilder.fill`."""
+        rows' owners. `behind`: as in `StepBuilder.fill`. `branches`: of draft trees."""
         picks = picks_of(plan)
         count = len(picks.segments)
         adapted = self.adapters is not None and self.adapters.adapted(plan)
         # CUDA graphs return neither the hidden states of all tokens, nor embeddings that adapters have changed.
-        eager = every or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING, APART))
+        eager = every or branches is not None or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING, APART))
         found = self.graphs.buckets.of(plan, count) if self.graphs is not None and not eager else None
         if self.model.lockstep is not None:
             found = self._agreed(self.model.lockstep, plan, count, found)
@@ -54,7 +54,7 @@ class Runner:
         builder = self.builder
         ends = builder.ends(count, bucket)
         parts = builder.fill(plan, bucket, picks, behind=behind)
-        step = builder.step(bucket, parts, None if every or count == int(plan.counts.sum()) else ends)
+        step = builder.step(bucket, parts, None if every or count == int(plan.counts.sum()) else ends, branches=branches)
         if adapted and self.adapters is not None:
             own = None if step.division is None else step.division.tokens
             step.delta, step.end_delta = self.adapters.deltas(plan, bucket.tokens, ends, picks.segments, own=own)

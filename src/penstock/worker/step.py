@@ -12,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step, TokenShare
-from penstock.ops.attention import SharedPrefixes, Span
+from penstock.ops.attention import SharedPrefixes, Span, Tree
 from penstock.parallel.contexts import FEW, divided, long_segments
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
@@ -60,6 +61,21 @@ class Parts:
     work: list[slice | None]
     """Attention work list of each of the model's works; None if nothing is prepared."""
     size: int
+
+
+FAR = 1 << 30
+"""Behind every context."""
+
+
+class Branches(NamedTuple):
+    """The way in which a plan's tokens see each other where they are draft trees."""
+
+    begins: Ints
+    """[S] from each segment's start on, the place of the first draft, from which on bits say what is seen; FAR: none."""
+    bits: torch.Tensor
+    """[T] int64, on the device: `Tree.bits`."""
+    shift: torch.Tensor
+    """[T] int32, on the device: what is added to the tokens' positions."""
 
 
 class Picks(NamedTuple):
@@ -236,7 +252,8 @@ class StepBuilder:
         return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1 + self._ahead, row,
                           position)
 
-    def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, columns: int | None = None) -> Step:
+    def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, columns: int | None = None,
+             branches: Branches | None = None) -> Step:
         """Returns the step that was filled last. `ends`: number of logits rows whose hidden states are wanted (None: all
         tokens). `columns`: block table columns to copy; by default those in use."""
         there = self._staging.device(parts.size)
@@ -247,8 +264,19 @@ class StepBuilder:
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]
         at = None if ends is None else self.heads(parts, ends)
+        tree = None if branches is None else self._tree(bucket, parts, branches, built.positions)
         return Step(built.tokens, built.positions, query_start, context, groups, work, self._library, at,
-                    self._division(bucket.tokens))
+                    self._division(bucket.tokens), tree=tree)
+
+    def _tree(self, bucket: Bucket, parts: Parts, branches: Branches, positions: torch.Tensor) -> Tree:
+        """Moves the positions of tokens, and of the tokens chosen behind them, to where the tree has them."""
+        there, room = self._staging.device(parts.size), bucket.tokens - len(branches.bits)
+        begins = upload(np.append(branches.begins, np.full(bucket.segments - len(branches.begins), FAR)).astype(np.int32),
+                        self.device)
+        bits, shift = F.pad(branches.bits, (0, room)), F.pad(branches.shift, (0, room))
+        positions += shift
+        there[parts.lines_position] += shift[there[parts.heads].long()]
+        return Tree(there[parts.start] + begins, bits)
 
     def _division(self, tokens: int) -> TokenShare | None:
         """The ranks' shares of the tokens, if ranks divide contexts and the step has long segments."""

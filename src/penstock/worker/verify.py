@@ -31,6 +31,8 @@ class Acceptance:
     synthetic: float | None = None
     relaxed: int = 0
     delta: float = 0.0
+    tree: tuple[int, int, int] | None = None
+    """(branches, levels, drafts) of trees (`trees.py`); None: drafts are chains."""
     method: str = ""
     """token or block: drafts are verified by rejection sampling (`rejection.py`); empty: by the noise that drew them."""
 
@@ -52,8 +54,10 @@ class Verifier:
         """Returns the tokens [L] now at the positions of the logits rows. Call before sampling overwrites them."""
         return self._rows.tokens[lines.row.long(), lines.position.long()]
 
-    def verify(self, plan: StepPlan, lines: LogitsRows, drafts: torch.Tensor, chosen: torch.Tensor) -> Verified:
-        """Compares drafts and sampled tokens [L] of all logits rows of a step, and updates the lengths of their rows."""
+    def verify(self, plan: StepPlan, lines: LogitsRows, drafts: torch.Tensor, chosen: torch.Tensor,
+               walked: torch.Tensor | None = None) -> Verified:
+        """Compares drafts and sampled tokens [L] of all logits rows of a step, and updates the lengths of their rows.
+        `walked`: the numbers of tokens that the segments keep, if `Trees.walk` has found them."""
         first = np.flatnonzero(np.diff(lines.segments, prepend=-1))
         count = np.diff(first, append=len(lines.segments))
         host, size = self._staging.host(2 * len(chosen) + len(first)), len(chosen)
@@ -70,7 +74,7 @@ class Verifier:
         differs = (offset >= _FAR // 2) | (drafts != chosen)
         kept = torch.full((len(first),), _FAR, dtype=torch.int32, device=chosen.device)
         kept.scatter_reduce_(0, group.long(), torch.where(differs, within, _FAR), "amin")
-        kept += 1
+        kept = kept + 1 if walked is None else walked
         row, length = lines.row[begin.long()], lines.position[begin.long()] + kept
         self._rows.length[row.long()] = length
         if self.thinking is not None:

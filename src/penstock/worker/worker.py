@@ -37,6 +37,7 @@ from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted, fitted_sizes
 from penstock.worker.staging import Arriving
 from penstock.worker.step import picks_of
+from penstock.worker.trees import Trees, heads_of
 from penstock.worker.verify import STRICT, Verified, Verifier
 
 _SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
@@ -185,6 +186,7 @@ class Worker:
         states = [*model.states, *(drafter.states if drafter is not None else ())]
         views = self.arena.views(states)
         model.attach(views[:own])
+        self._views = views[:own]
         self._loaded_drafter = drafter
         self._follows = drafter is not None and drafter.follows
         self.drafter: Drafter | None = None
@@ -202,7 +204,7 @@ class Worker:
             self.returning = Returning(pipe, self.rows) if pipe is not None else None
             if drafter is not None:
                 self.drafter = drafter.start(Host(model, self.rows, layout.page, self.sampler, budget, views[own:],
-                                                  partial(self._capture, graph_tokens),
+                                                  partial(self._capture, graph_tokens), self.trees,
                                                   None if self.rejection is None else self.rejection.draw))
         except BaseException:
             self.close()
@@ -218,6 +220,7 @@ class Worker:
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
         rule = STRICT if self._loaded_drafter is None else self._loaded_drafter.acceptance
         self.verifier = Verifier(self.rows, rule)
+        self.trees = Trees(self.rows, *rule.tree) if rule.tree is not None else None
         self.rejection = Rejection(self.rows, rule.method, model.spec.vocab_size) if rule.method else None
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
@@ -325,6 +328,8 @@ class Worker:
             self.movers.load(plan)
         if self.drafter is not None and not plan.idle:
             drafting = Drafting(plan, self.rows)
+            if self.trees is not None:
+                self.trees.begin(plan)
             if self.rejection is not None:
                 self.rejection.begin(drafting)
             self.drafter.propose(drafting)
@@ -339,7 +344,8 @@ class Worker:
             interval.leave_model()
             return Launched(plan, interval.stop(), self.movers, None)
         wants = int(np.bitwise_or.reduce(plan.wants))
-        hidden, ends, lines = self.runner.forward(plan, bool(wants & _ALL))
+        branches = self.trees.of(plan) if self.trees is not None else None
+        hidden, ends, lines = self.runner.forward(plan, bool(wants & _ALL), branches=branches)
         count = len(lines.rows)
         if not self.model.spec.ends:
             if self.returning is not None and self.model.spec.begins:
@@ -387,7 +393,9 @@ class Worker:
     def _choose(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
         found, lines, wants = Chosen(), forward.lines, forward.wants
         checks = plan.slack is not None or bool(wants & _EACH)
-        drafts = self.verifier.drafts(lines) if checks and len(lines.rows) else None
+        trees = self.trees if self.trees is not None and self.trees.planted else None
+        reading = trees if trees is not None else self.verifier
+        drafts = reading.drafts(lines) if checks and len(lines.rows) else None
         thinking = self.verifier.thinking
         stay = checks or self.returning is not None or thinking is not None
         judging = self.rejection.judge(lines, drafts) if self.rejection is not None and drafts is not None else None
@@ -400,7 +408,11 @@ class Worker:
             if judging is not None:
                 drafts, chosen = judging.settle(chosen)
                 settled(found.sampled, chosen)
-            found.verified = self.verifier.verify(plan, lines, drafts, chosen)
+            walked = None
+            if trees is not None:
+                chosen, walked = self._walk(trees, plan, forward, drafts, chosen)
+                settled(found.sampled, chosen)
+            found.verified = self.verifier.verify(plan, lines, drafts, chosen, walked)
         elif thinking is not None and found.sampled:
             thinking.follow(lines, torch.cat([sampled.chosen for sampled in found.sampled]))
         if self.drafter is not None and self._follows:
@@ -412,6 +424,22 @@ class Worker:
             found.reports = Reports(self.model, forward.hidden, plan, self.rows)
         interval.stop()
         return found
+
+    def _walk(self, trees: Trees, plan: StepPlan, forward: Forward, drafts: torch.Tensor,
+              chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Brings the accepted paths to the front: of the chosen tokens [L], which are returned with the numbers of kept ones,
+        of the states that a drafter reads, and of the cache."""
+        order, kept = trees.walk(lines := forward.lines, drafts, chosen)
+        heads = heads_of(plan, chosen.device)
+        assert len(heads) == len(lines.rows)
+        if forward.wants & _ALL:
+            forward.hidden[heads] = forward.hidden[heads[order]]
+        if self._follows:
+            forward.ends = forward.ends[order]
+            if len(self.model.tapped):
+                self.model.tapped[heads] = self.model.tapped[heads[order]]
+        trees.compact(self._views)
+        return chosen[order], kept
 
     def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool,
                 drafts: torch.Tensor | None, judging: Judging | None) -> Iterator[Sampled]:

@@ -35,6 +35,9 @@ struct Arguments {
     int64_t q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row;
     int64_t segments, heads, kv_heads, size, value_size, page, window;
     const float *sinks, *slopes;  // a head's; null if there are none
+    // Draft trees: the key from which on a segment's queries see their ancestors alone, and a query's ancestors; null if none.
+    const int32_t* origins;
+    const int64_t* bits;
     Coding key, value;            // of a cache of codes
 };
 
@@ -184,8 +187,17 @@ struct Attention {
 
     Softmax softmax_at(float* memory) const { return {memory + tile_rows * padded, memory + tile_rows * (padded + 1), memory}; }
     int64_t queries(const Tile& t) const { return a.query_start[t.segment + 1] - a.query_start[t.segment]; }
+    // Whether the tile's query is part of a draft tree. Such a tile has one query. Its ancestors' entries are read as if they
+    // lay one behind the other, so that its bits are those of a chain.
+    bool branches(const Tile& t) const {
+        return a.origins && a.context[t.segment] - queries(t) + t.first >= a.origins[t.segment];
+    }
+    uint64_t ancestors(const Tile& t) const { return a.bits[a.query_start[t.segment] + t.first]; }
     // Position of a tile's query.
-    int64_t position(const Tile& t, int64_t query) const { return a.context[t.segment] - queries(t) + t.first + query; }
+    int64_t position(const Tile& t, int64_t query) const {
+        if (branches(t)) return a.origins[t.segment] - 1 + __builtin_popcountll(ancestors(t));
+        return a.context[t.segment] - queries(t) + t.first + query;
+    }
     int64_t first_seen(int64_t position) const { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; }
 
     int64_t head(const Tile& t, int64_t row) const { return t.kv_head * groups + row % groups; }
@@ -264,7 +276,15 @@ struct Attention {
         if (from >= to) return;
         const int32_t* page = a.table + t.segment * a.table_row + from / a.page;
         int64_t slot = from % a.page;
+        const int64_t origin = branches(t) ? a.origins[t.segment] : to;
+        uint64_t left = branches(t) ? ancestors(t) : 0;
+        for (int64_t i = origin; i < from; i++) left &= left - 1;
         for (int64_t i = from; i < to; i++) {
+            if (i >= origin) {
+                const int64_t at = origin + __builtin_ctzll(left);
+                left &= left - 1;
+                page = a.table + t.segment * a.table_row + at / a.page, slot = at % a.page;
+            }
             found.key[i - begin] = (const C*)a.k + *page * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
             found.value[i - begin] = (const C*)a.v + *page * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
             if constexpr (CODED) {
@@ -356,9 +376,10 @@ struct Attention {
     std::vector<Tile> tiles(int64_t* parts, int64_t* cost) const {
         std::vector<Tile> found;
         for (int64_t s = 0; s < a.segments; s++)
-            for (int64_t first = 0, n = a.query_start[s + 1] - a.query_start[s]; first < n; first += tile_queries)
+            for (int64_t first = 0, n = a.query_start[s + 1] - a.query_start[s],
+                 most = a.origins && a.origins[s] < a.context[s] ? 1 : tile_queries; first < n; first += most)
                 for (int64_t h = 0; h < a.kv_heads; h++) {
-                    Tile t{(int32_t)s, (int32_t)h, first, std::min(tile_queries, n - first), 0, 0, *parts};
+                    Tile t{(int32_t)s, (int32_t)h, first, std::min(most, n - first), 0, 0, *parts};
                     t.first_part = first_seen(position(t, 0)) / PART;
                     t.last_part = position(t, t.count - 1) / PART + 1;
                     *parts += t.last_part - t.first_part;

@@ -19,6 +19,7 @@ from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, hid
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows
 from penstock.worker.staging import upload
+from penstock.worker.trees import Growth
 from penstock.worker.verify import Verified
 
 
@@ -72,6 +73,14 @@ class Head(Drafter):
         rows.before.copy_(rows.length)
         if not len(picked):
             return
+        if self._host.trees is not None:
+            whole, drafting = self._host.trees.split(drafting)
+            if len(whole.segments):
+                growth = Growth(self._host.trees, whole, self._host.model.kernels.sample)
+                growth.follow(self._runner, 0, self._last[whole.row.long()], self._logits, self._enter)
+            picked, count = drafting.segments, drafting.count
+            if not len(picked):
+                return
         states = self._last[drafting.row.long()]
         if self._masks is not None:
             self._at_once(drafting, *self._masks)
@@ -88,8 +97,8 @@ class Head(Drafter):
     def _draft(self, plan: StepPlan, picked: npt.NDArray[np.int64], place: int, states: torch.Tensor) -> torch.Tensor:
         """Reads the draft before number `place` of these segments, with the head's results [segments] that predicted it, and
         writes the next one. Returns its own results."""
-        model, one = self._runner.model, np.ones(len(picked), np.int32)
-        model.entry(len(states)).copy_(self._again(states))
+        one = np.ones(len(picked), np.int32)
+        self._enter(states)
         _, ends, lines = self._runner.forward(part_of(plan, picked, plan.starts[picked] + (place - 1), one, Want.SAMPLE),
                                              behind=(1 - place) * one)
         self._write(ends[:len(picked)], lines.row, lines.position)
@@ -113,18 +122,25 @@ class Head(Drafter):
 
     def _write(self, states: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
         """Chooses the tokens that follow results [L], and writes them to their rows."""
-        model, target = self._runner.model, self._host.model
         for at in range(0, len(states), MAX_LOGITS_ROWS):
-            some = states[at:at + MAX_LOGITS_ROWS]
-            padded = F.pad(some, (0, 0, 0, self._runner.builder.size(len(some)) - len(some)))
-            # Its head is the target's, or its own.
-            whole = target.whole if model.logits is target.logits else model.whole
-            # Entries that were never computed may hold anything, but a draft must be a token.
-            logits = torch.nan_to_num(whole(model.head(padded))[:len(some)])
-            if self._tokens is not None:
-                logits = logits.new_full((len(some), target.spec.vocab_size), -torch.inf).index_copy_(1, self._tokens, logits)
-            end = at + len(some)
-            self._host.choose(logits[:, :target.spec.vocab_size].contiguous(), row[at:end], position[at:end])
+            some = slice(at, at + MAX_LOGITS_ROWS)
+            self._host.choose(self._logits(states[some]), row[some], position[some])
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of the target's vocabulary that follow from results [L, width], L at most MAX_LOGITS_ROWS."""
+        model, target, size = self._runner.model, self._host.model, len(states)
+        padded = F.pad(states, (0, 0, 0, self._runner.builder.size(size) - size))
+        # Its head is the target's, or its own.
+        whole = target.whole if model.logits is target.logits else model.whole
+        # Entries that were never computed may hold anything, but a draft must be a token.
+        logits = torch.nan_to_num(whole(model.head(padded))[:size])
+        if self._tokens is not None:
+            logits = logits.new_full((size, target.spec.vocab_size), -torch.inf).index_copy_(1, self._tokens, logits)
+        return logits[:, :target.spec.vocab_size].contiguous()
+
+    def _enter(self, states: torch.Tensor) -> None:
+        """Has the next pass read its own results [L, width] beside the tokens."""
+        self._runner.model.entry(len(states)).copy_(self._again(states))
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:
         model, tokens = self._runner.model, int(plan.counts.sum())

@@ -10,8 +10,9 @@ from typing import Any
 from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
 from penstock.checkpoint.tensors import read_headers
-from penstock.config.speculation import METHODS, Speculation, own_drafters
+from penstock.config.speculation import METHODS, TREES, Speculation, own_drafters
 from penstock.core.errors import ConfigError
+from penstock.layers.attention import AttentionSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models import draft_heads
@@ -51,6 +52,29 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
            dummy: bool = False) -> Found:
     """Decides how to draft for the whole model `target` of a folder and a config. ConfigError or ModelError if what is asked
     for cannot draft for it. `dummy`: the folder has no weights."""
+    found = _survey(asked, folder, config, target, max_model_len, dummy)
+    if asked.tree is not None:
+        _check_tree(found, target)
+    return found
+
+
+def _check_tree(found: Found, target: ModelSpec) -> None:
+    """ConfigError if the drafter gives one candidate a position, or the models cannot hide keys from queries."""
+    method = found.asked.method
+    if method not in TREES or found.mask is not None or (found.head is not None and found.head.mask is not None):
+        raise ConfigError("speculative_eagle_topk needs a drafter with several candidates for each position "
+                          f"({', '.join(TREES)}, without parallel_drafting); speculate is {method}. Leave it out")
+    for spec in (target, found.spec):
+        for mixer in () if spec is None else (mixer for block in spec.blocks for mixer in block.mixers):
+            if not mixer.states("float32"):
+                continue
+            if not isinstance(mixer, AttentionSpec) or mixer.window or mixer.slopes or mixer.stripes > 1 or not mixer.causal:
+                raise ConfigError("speculative_eagle_topk is not possible with a model that has windows, ALiBi, latents or "
+                                  "states of another kind: trees need keys and values of full attention; leave it out")
+
+
+def _survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
+            dummy: bool) -> Found:
     if asked.method not in METHODS:
         return Found(asked)
     if asked.model is None:
@@ -107,7 +131,8 @@ def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
     """Loads the drafter. `room`: the most tokens of a padded step. `how`: the arguments of `models/registry.py::load`, among
     them `place` and `group`. ModelError if its files are wrong."""
     drafter = _load(found, target, room, **how)
-    drafter.acceptance = Acceptance(found.asked.synthetic, found.asked.relaxed, found.asked.delta, found.asked.rejection)
+    drafter.acceptance = Acceptance(found.asked.synthetic, found.asked.relaxed, found.asked.delta,
+                                    found.asked.tree, found.asked.rejection)
     return drafter
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.models.mapped import Checkpoint
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import upload
+from penstock.worker.trees import Growth
 from penstock.worker.verify import Verified
 
 _NAMES = (re.compile(r"(?:medusa_head\.)?(?P<head>[0-9]+)\.(?P<layer>[0-9]+)\.(?:linear\.)?(?P<part>weight|bias)"),
@@ -82,14 +84,28 @@ class Medusa(Drafter):
     def propose(self, drafting: Drafting) -> None:
         if not len(drafting.segments):
             return
+        trees = self._host.trees
+        if trees is not None:
+            whole, drafting = trees.split(drafting)
+            if len(whole.segments):
+                growth = Growth(trees, whole, self._host.model.kernels.sample)
+                for place in range(trees.levels):
+                    growth.grow(self._last[whole.row.long()], partial(self._logits, place))
+                growth.plant()
+            if not len(drafting.segments):
+                return
         row, length = drafting.row, drafting.length
         states = self._last[row.long()]
-        for place, (*layers, (logits, _)) in enumerate(self._heads[:int(drafting.count.max())]):
+        for place in range(min(len(self._heads), int(drafting.count.max()))):
             still = upload(np.flatnonzero(drafting.count > place).astype(np.int32), states.device).long()
-            x = states[still]
-            for weight, bias in layers:
-                x = x + F.silu(F.linear(x, weight, bias))
-            self._host.choose(F.linear(x, logits).float(), row[still], length[still] + place)
+            self._host.choose(self._logits(place, states[still]), row[still], length[still] + place)
+
+    def _logits(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """One head's logits of states [L, width]."""
+        *layers, (logits, _) = self._heads[place]
+        for weight, bias in layers:
+            x = x + F.silu(F.linear(x, weight, bias))
+        return F.linear(x, logits).float()
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
         row, states = last_of(ends, lines, verified)

@@ -22,6 +22,7 @@ from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, hid
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS
 from penstock.worker.staging import upload
+from penstock.worker.trees import Growth, Trees
 
 _BEHIND = 16
 """Single tokens that the draft model may lag behind a row that is not drafted for: it then reads all of them at once."""
@@ -76,7 +77,24 @@ class DraftModel(Drafter):
         self._follow(plan, np.setdiff1d(np.arange(len(plan.rows)), picked))
         if not len(picked):
             return
-        self._first(drafting, self._missing(plan, picked))
+        if self._host.trees is not None:
+            whole, drafting = self._host.trees.split(drafting)
+            if len(whole.segments):
+                self._grow(self._host.trees, whole, self._missing(plan, whole.segments))
+            picked = drafting.segments
+        if len(picked):
+            self._first(drafting, self._missing(plan, picked))
+
+    def _grow(self, trees: Trees, drafting: Drafting, behind: Ints) -> None:
+        """Drafts trees for the segments. The entries of their drafts are not where those of kept tokens belong."""
+        plan, picked = drafting.plan, drafting.segments
+        states = []
+        for part in parts(behind + 1, self._budget):
+            _, ends, lines = self._runner.forward(part_of(plan, picked[part], plan.starts[picked[part]] - behind[part],
+                                                          behind[part] + 1, Want.SAMPLE), behind=behind[part])
+            states.append(ends[:len(lines.rows)].clone())
+        Growth(trees, drafting, self._host.model.kernels.sample).follow(self._runner, 1, torch.cat(states), self._logits)
+        self._behind[plan.rows[picked]] = trees.levels
 
     def _missing(self, plan: StepPlan, picked: npt.NDArray[np.int64]) -> Ints:
         """The positions that the model is behind in these segments, at most to the beginnings of their rows."""
@@ -113,17 +131,21 @@ class DraftModel(Drafter):
 
     def _write(self, ends: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
         """Chooses the tokens at these positions [L] of rows, from hidden states `ends`, perhaps padded."""
-        model, target = self._runner.model, self._host.model.spec.vocab_size
         for at in range(0, len(row), MAX_LOGITS_ROWS):
             some = slice(at, at + MAX_LOGITS_ROWS)
-            logits = model.whole(model.head(ends[some]))[:len(row[some])]
-            if self._tokens is None:
-                logits = logits[:, :target]
-            else:
-                own, numbers = self._tokens
-                logits = logits.new_full((len(logits), target), -torch.inf).index_copy_(1, numbers, logits[:, own])
-            # Entries that were never computed may hold anything, but a draft must be a token.
-            self._host.choose(torch.nan_to_num(logits), row[some], position[some])
+            self._host.choose(self._logits(ends[some])[:len(row[some])], row[some], position[some])
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of the target's vocabulary that follow from hidden states [L, width], L at most MAX_LOGITS_ROWS."""
+        model, target = self._runner.model, self._host.model.spec.vocab_size
+        logits = model.whole(model.head(states))
+        if self._tokens is None:
+            logits = logits[:, :target]
+        else:
+            own, numbers = self._tokens
+            logits = logits.new_full((len(logits), target), -torch.inf).index_copy_(1, numbers, logits[:, own])
+        # Entries that were never computed may hold anything, but a draft must be a token.
+        return torch.nan_to_num(logits)
 
 
 class ParallelModel(DraftModel):
