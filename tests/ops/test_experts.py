@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.experts import Glu
+from penstock.ops.experts import Glu, Loose, LooseExperts, Stack
+from penstock.ops.linear import LinearOps
 from penstock.ops.registry import Implementation, implementations
 from tests.ops.kernels import DTYPES, close, random, usable
 
@@ -101,6 +102,29 @@ def test_nobody_and_everybody(implementation: Implementation) -> None:
     close(run(ops, held), plain(**held), 1.0, factor=6)
     empty = {**held, "x": held["x"][:0], "picks": held["picks"][:0], "weights": held["weights"][:0]}
     assert run(ops, empty).shape == (0, 40)
+
+
+class OneByOne(LooseExperts):
+    """Stacks of matrices that the operation `linear` packs."""
+
+    def pack(self, matrices: torch.Tensor) -> Stack:
+        each = [LinearOps.pack(one) for one in matrices]
+        for one in each:
+            one.ops = LinearOps()
+        return Loose(each, matrices.dtype, self)
+
+
+@pytest.mark.parametrize("inward", [False, True])
+def test_products_one_after_another(inward: bool) -> None:
+    ops, glu = OneByOne(), GLUS["clamped"]
+    for case in CASES:
+        held = inputs(case, torch.float32, biased=True)
+        held["picks"][::3, 0] = -1
+        close(run(ops, held, glu, inward), plain(**held, glu=glu, inward=inward), 1.0, factor=6)
+        alone = {**held, "x": held["x"][-1:], "picks": held["picks"][-1:], "weights": held["weights"][-1:]}
+        close(run(ops, alone, glu, inward), plain(**alone, glu=glu, inward=inward), 1.0, factor=6)
+    empty = {**held, "x": held["x"][:0], "picks": held["picks"][:0], "weights": held["weights"][:0]}
+    assert run(ops, empty).shape == (0, 70)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -133,6 +135,32 @@ class ExpertsOps:
 
 class LooseExperts(ExpertsOps):
     """One product after another by the operation `linear`: any scheme that has a kernel there, only picked experts are read."""
+
+    def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+              inward: bool = False) -> torch.Tensor:
+        count, flat = picks.shape[1], picks.flatten()
+        order = flat.argsort(stable=True)
+        shares, runs = weights.flatten()[order, None], list[tuple[int, int, int]]()
+        for expert, group in groupby(enumerate(flat[order].tolist()), itemgetter(1)):
+            places = [place for place, _ in group]
+            runs.append((expert, places[0], places[-1] + 1))
+        rows = x[order // count]
+        if inward:
+            rows = (rows * shares).to(x.dtype)
+        rows = self._runs(glu(self._runs(rows, up, up_bias, runs)), down, down_bias, runs).float()
+        found = torch.empty_like(rows)
+        found[order] = rows if inward else rows * shares
+        each, total = found.view(len(x), count, x.shape[1]), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for place in range(count):
+            total += each[:, place]
+        return total.to(x.dtype)
+
+    def _runs(self, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None,
+              runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """The products of rows that are sorted by expert; `runs`: (expert, its first row, their end). Nobody's are zeros."""
+        return torch.cat([x.new_empty(0, stack.n), *(x.new_zeros(end - first, stack.n) if expert < 0 else self._product(
+            x[first:end], stack, expert, None if bias is None else bias[expert]) for expert, first, end in runs)])
 
     def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(stack, Loose)
