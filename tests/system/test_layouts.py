@@ -6,7 +6,9 @@ Ranks are threads of this process (`ranks.py`); those in processes are in test_p
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from penstock.models.registry import describe
 from penstock.parallel import runs
 from penstock.parallel.placement import Held
 from penstock.parallel.runs import Runs
-from tests.models.families import CASES, Case, make
+from tests.models.families import CASES, ENDS, Case, make
 from tests.sampling import sampled
 from tests.system.random_models import saved_random
 from tests.system.ranks import Threaded, Threads
@@ -330,3 +332,39 @@ def test_stored_matrices_and_caches_are_divided(blocks: Path, stored: dict[str, 
 def test_blocks_that_ranks_would_cut_are_refused() -> None:
     with pytest.raises(PenstockError, match="cut apart blocks"):
         Threaded(options("canary", tensor_parallel_size=2, quantization="fp8_block")).survey()
+
+
+def drawn(seed: int) -> tuple[Case, dict[str, Any], int]:
+    """A model of odd sizes, options of a layout that need not suit it, and the fewest rows of a run."""
+    draw = random.Random(seed)
+    kind, layers = draw.choice(["Llama", "Qwen3", "Qwen2", "Qwen3Moe", "Mixtral"]), draw.randint(2, 5)
+    heads, each = draw.randint(1, 5), draw.randint(1, 4)
+    config = {"vocab_size": draw.randint(80, 330), "hidden_size": heads * each * draw.choice([4, 6, 10, 14]),
+              "intermediate_size": draw.randint(9, 150), "num_hidden_layers": layers,
+              "num_attention_heads": heads * each, "num_key_value_heads": heads,
+              "head_dim": draw.choice([8, 12, 16]), "max_position_embeddings": 512,
+              "tie_word_embeddings": draw.random() < 0.4, **ENDS}
+    experts = draw.randint(2, 9)
+    if kind in ("Qwen3Moe", "Mixtral"):
+        config |= {"num_experts" if kind == "Qwen3Moe" else "num_local_experts": experts,
+                   "moe_intermediate_size": draw.randint(5, 60), "num_experts_per_tok": draw.randint(1, min(4, experts))}
+    stages = draw.randint(1, min(3, layers))
+    borders = [0, *sorted(draw.sample(range(1, layers), stages - 1)), layers]
+    layout: dict[str, Any] = {"ranks": draw.randint(1 if stages > 1 else 2, 5 if stages == 1 else 3), "stages": stages,
+                              "max_num_batched_tokens": draw.choice([16, 27, 64])}
+    if stages > 1:
+        layout["layers"] = ",".join(str(b - a) for a, b in pairwise(borders))
+    if draw.random() < 0.3 and stages * layout["ranks"] < 5:
+        layout |= {"context_parallel_size": 2, "block_size": 4}
+    if "num_experts_per_tok" in config and layout["ranks"] > 1 and draw.random() < 0.6:
+        layout |= {"enable_expert_parallel": True, **draw.choice([BALANCED, {"expert_placement_strategy": "round_robin"}, {}])}
+    return Case(f"drawn-{seed}", kind, config), layout, draw.choice([4, 8, 1024])
+
+
+@pytest.mark.parametrize("seed", sampled(range(64), 12))
+def test_layouts_drawn_at_random(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd numbers of heads, fewer heads of keys than ranks, vocabularies and channels that do not divide, uneven stages."""
+    case, layout, least = drawn(seed)
+    make(case, tmp_path)
+    monkeypatch.setattr(runs, "LEAST", least)
+    same(tmp_path, **layout)

@@ -5,7 +5,6 @@ The stream is carried as a sum not yet done, `residual + delta`, so that the add
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,7 +103,7 @@ class Branch:
             entered = self._entered(residual, runs)
         else:
             x, residual = self.enter(delta, residual, runs)
-            entered = [partial(operator.getitem, x, slice(*border)) for border in runs.borders]
+            entered = [partial(x.__getitem__, slice(*border)) for border in runs.borders]
         return runs.leave(lambda run: self.body(entered[run](), step.run(runs.borders[run][0]))), residual
 
     def leave(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ which waits for the device. Many tokens are two batches: while one travels, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,6 +53,7 @@ def together(data: Lockstep, tokens: Tokens, payload: Payload, compute: Compute)
     """The experts' results [T, W] for this rank's tokens. All ranks call it, those without tokens too."""
     ranks, picks = data.group.size, tokens.owners.shape[1]
     parts = 2 if data.most >= 2 * LEAST and not data.decodes else 1
+    batches: Sequence[_Picked | _Everywhere]
     reached = 1 - (1 - 1 / ranks) ** picks
     if data.most >= LEAST and not data.decodes and reached < _REACHED:
         batches = [_Picked(data, tokens.part(number, parts), payload) for number in range(parts)]
