@@ -481,7 +481,7 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
     row = tl.arange(0, block_m) // group
     bits = tl.load(tree_bits + token + first + row, mask=row < queries, other=0) if sloped // 2 else tl.zeros((1,), tl.int64)
     origin = tl.load(origins + segment) if sloped // 2 else 0
-    own = (slope, bits, origin)
+    by_row = (slope, bits, origin)
     k_cache += head.to(tl.int64) * head_stride
     v_cache += head.to(tl.int64) * head_stride
     table += segment * table_row
@@ -501,7 +501,7 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
         if ends == 1:
             # One loop over all units: a loop per unit would stall on its first loads each time.
             acc, peak, total = _attend(
-                tile, end_tile, own, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
+                tile, end_tile, by_row, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
                 scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
                 capped, sloped, k_form, v_form, edges, True)
         else:
@@ -510,7 +510,7 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
             total = tl.zeros((block_m,), tl.float32)
             for start in range(begin, end, unit):
                 more_acc, more_peak, more_total = _attend(
-                    tile, end_tile, own, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed,
+                    tile, end_tile, by_row, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed,
                     lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside, group, size, tail,
                     page_size, block_n, windowed, capped, sloped, k_form, v_form, edges, False)
                 _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
@@ -518,12 +518,12 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
     else:
         if words:
             acc, peak, total = _scan_words(
-                tile, own, k_cache, v_cache, table, begin, end, lowest, highest, position, scale, softcap, window,
+                tile, by_row, k_cache, v_cache, table, begin, end, lowest, highest, position, scale, softcap, window,
                 page_stride, slot_stride, beside, group, size, page_size, block_n, windowed, capped, sloped, k_form,
                 v_form, fast)
         else:
             acc, peak, total = _attend(
-                tile, end_tile, own, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
+                tile, end_tile, by_row, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
                 scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
                 capped, sloped, k_form, v_form, edges, False)
         if ends > 1:
