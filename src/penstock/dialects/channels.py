@@ -24,7 +24,7 @@ def channels(machine: Parser) -> Wait:
         header = "<|start|>"
     if header is None:
         # An answer without any header is plain text.
-        _, header = yield from reader.until(HARMONY, machine.content)
+        _, header = yield from reader.until(HARMONY, machine.content, final=True)
     while header is not None:
         machine.structure()
         if header in ("<|start|>", "<|channel|>"):
@@ -33,7 +33,7 @@ def channels(machine: Parser) -> Wait:
                 break
             header = yield from _body(machine, header + text)
         else:
-            _, header = yield from reader.until(HARMONY, machine.content)
+            _, header = yield from reader.until(HARMONY, machine.content, final=True)
         reader.cut()
     machine.close()
 
@@ -51,7 +51,7 @@ def _body(machine: Parser, header: str) -> Generator[None, None, str | None]:
     if recipient and recipient[1].startswith("functions."):
         return (yield from _call(machine, recipient[1].removeprefix("functions.")))
     say = machine.think if channel == ["analysis"] or recipient else machine.content
-    _, marker = yield from reader.until(_ENDS, say)
+    _, marker = yield from reader.until(_ENDS, say, final=True)
     return marker
 
 
@@ -75,5 +75,5 @@ def _call(machine: Parser, name: str) -> Generator[None, None, str | None]:
     except MalformedError:
         machine.fail()
         reader.at = 0
-        _, marker = yield from reader.until(_ENDS, machine.content)
+        _, marker = yield from reader.until(_ENDS, machine.content, final=True)
     return marker

@@ -64,27 +64,32 @@ class Message:
     """A malformed call occurred; its text is part of the content."""
 
 
-def message_of(events: Iterable[Event], malformed: bool = False) -> Message:
-    """Returns the message that the events build."""
-    message, calls = Message(malformed=malformed), dict[int, Call]()
-    content: list[str] = []
-    reasoning: list[str] = []
-    arguments: dict[int, list[str]] = {}
-    for event in events:
-        match event:
-            case Content(text):
-                content.append(text)
-            case ReasoningText(text):
-                reasoning.append(text)
-            case CallBegins(index, name_id, name):
-                calls[index], arguments[index] = Call(name_id, name), []
-            case Arguments(index, text):
-                arguments[index].append(text)
-            case CallFails(index):
-                del calls[index]
-            case CallEnds():
-                pass
-    for index, call in calls.items():
-        call.arguments = "".join(arguments[index])
-    message.content, message.reasoning, message.calls = "".join(content), "".join(reasoning), list(calls.values())
-    return message
+class Building:
+    """The message of a growing answer. Texts are kept in place of events: objects by the thousand slow down every garbage
+    collection of the process."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[str, str, list[str]]] = {}
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Content(text):
+                    self._content.append(text)
+                case ReasoningText(text):
+                    self._reasoning.append(text)
+                case CallBegins(index, name_id, name):
+                    self._calls[index] = name_id, name, []
+                case Arguments(index, text):
+                    self._calls[index][2].append(text)
+                case CallFails(index):
+                    del self._calls[index]
+                case CallEnds():
+                    pass
+
+    def message(self, malformed: bool = False) -> Message:
+        """Returns the message so far."""
+        calls = [Call(name_id, name, "".join(arguments)) for name_id, name, arguments in self._calls.values()]
+        return Message("".join(self._content), "".join(self._reasoning), calls, malformed)

@@ -17,6 +17,7 @@ from penstock.dialects.channels import channels
 from penstock.dialects.description import Block, Dialect, Json
 from penstock.dialects.message import (
     Arguments,
+    Building,
     CallBegins,
     CallEnds,
     CallFails,
@@ -24,7 +25,6 @@ from penstock.dialects.message import (
     Event,
     Message,
     ReasoningText,
-    message_of,
 )
 from penstock.dialects.reader import SPACE, MalformedError, Reader, Wait
 from penstock.dialects.schemas import Tools
@@ -45,7 +45,7 @@ class Parser:
         self.reader = Reader()
         self.tools = Tools(tools)
         self._events: list[Event] = []
-        self._all: list[Event] = []
+        self._built = Building()
         self._blocks = dialect.blocks if calls else ()
         self._reasoning = dialect.reasoning if reasoning else None
         self._opened = opened(dialect, prompt)
@@ -73,6 +73,8 @@ class Parser:
 
     def push(self, text: str) -> list[Event]:
         """Returns the events that are certain after this text."""
+        if self.reader.pass_on(text):
+            return self._taken()
         self.reader.text += text
         return self._run()
 
@@ -83,7 +85,7 @@ class Parser:
 
     def message(self) -> Message:
         """Returns the message so far."""
-        return message_of(self._all, self.malformed)
+        return self._built.message(self.malformed)
 
     def _run(self) -> list[Event]:
         if not self._done:
@@ -91,8 +93,11 @@ class Parser:
                 next(self._work)
             except StopIteration:
                 self._done = True
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
         events, self._events = _joined(self._events) if len(self._events) > 1 else self._events, []
-        self._all += events
+        self._built.add(events)
         return events
 
     # -- the parts of a call, which forms report
@@ -183,7 +188,7 @@ class Parser:
         yield from reader.space()
         yield from reader.take(reasoning.start)
         calls = tuple(block.begin for block in self._blocks if not block.bare) if reasoning.call_ends else ()
-        _, marker = yield from reader.until((*reasoning.end, *calls), self.think)
+        _, marker = yield from reader.until((*reasoning.end, *calls), self.think, final=True)
         if marker in calls:
             reader.at -= len(marker)
         self.structure()
@@ -217,7 +222,7 @@ class Parser:
                     self.content(char)
                     continue
             else:
-                _, marker = yield from reader.until(tuple(markers), self.content)
+                _, marker = yield from reader.until(tuple(markers), self.content, final=True)
                 if marker is None:
                     return
             if marker in spill:

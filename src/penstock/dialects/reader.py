@@ -30,6 +30,15 @@ class Reader:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.passing: tuple[re.Pattern[str] | None, Emit] | None = None
+        """While parsing waits in text that it only passes on: the beginnings of its markers, and to whom."""
+
+    def pass_on(self, text: str) -> bool:
+        """Passes a piece on without resuming the parser, which would do nothing else. False where it has to be resumed."""
+        if self.passing is None or not text or (self.passing[0] and self.passing[0].search(text)):
+            return False
+        self.passing[1](text)
+        return True
 
     def cut(self) -> None:
         """Drops the consumed text."""
@@ -64,10 +73,11 @@ class Reader:
         self.at += len(found or "")
         return found
 
-    def until(self, markers: Sequence[str], emit: Emit | None = None) -> Generator[None, None, tuple[str, str | None]]:
+    def until(self, markers: Sequence[str], emit: Emit | None = None,
+              final: bool = False) -> Generator[None, None, tuple[str, str | None]]:
         """Returns (the text before the first marker, that marker) and consumes both; among markers at one place the longest
         counts. The marker is None at the end of all text. With `emit`, passes the text on as it arrives and returns ""
-        instead."""
+        instead; `final`: the text is not kept, because parsing never goes back into it."""
         said: list[str] = []
         beginnings = re.compile(f"[{re.escape(''.join({marker[0] for marker in markers}))}]") if markers else None
         while True:
@@ -76,7 +86,10 @@ class Reader:
                 piece, self.at = self.text[self.at:], len(self.text)
                 if piece:
                     emit(piece)
+                if final:
+                    self.text, self.at, self.passing = "", 0, (beginnings, emit)
                 yield
+                self.passing = None
                 continue
             place, marker, safe = first(self.text, self.at, markers, self.ended)
             piece = self.text[self.at:place if marker is not None else safe]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.dialects.choice import dialects
 from penstock.dialects.description import Dialect
-from penstock.dialects.message import Message
+from penstock.dialects.message import Building, Content, Message
 from penstock.dialects.parser import Parser
 from penstock.dialects.writing import write
 
@@ -32,7 +32,9 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 def read(dialect: Dialect, pieces: list[str], **how: Any) -> Message:
     parser = Parser(dialect, prompt="", new_id=lambda kind: kind, **how)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
-    assert "".join(map(str, events)) == "".join(map(str, parser._all))
+    built = Building()
+    built.add(events)
+    assert built.message(parser.malformed) == parser.message()
     return parser.message()
 
 
@@ -101,3 +103,22 @@ def test_garbled_calls_are_the_same_however_cut(name: str, seed: int) -> None:
     for _ in range(5):
         cut = rng.randint(0, len(said))
         assert read(dialect, [said[:cut], said[cut:]]) == whole
+
+
+@pytest.mark.parametrize("name", ["hermes", "openai"])
+def test_text_without_markers_is_neither_kept_nor_parsed_again(name: str) -> None:
+    """An answer of any length costs the same for each piece."""
+    dialect = dialects()[name]
+    parser = Parser(dialect, prompt="")
+    parser.push("<|channel|>final<|message|>" if dialect.harmony else "Well, ")
+    resumed = parser._work
+    parser.push("so ")
+    parser._work = iter(())  # type: ignore[assignment]  # resuming this would end the answer
+    for _ in range(1000):
+        assert parser.push("a word ") == [Content("a word ")]
+    parser._work = resumed
+    assert len(parser.reader.text) < 100
+    parser.push("a <to" if not dialect.harmony else "a <|e")
+    parser.push("n of soup")
+    parser.finish()
+    assert parser.message().content.endswith("a word a <ton of soup" if not dialect.harmony else "a word a <|en of soup")
