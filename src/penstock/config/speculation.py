@@ -17,7 +17,8 @@ from penstock.core.errors import ConfigError
 
 _TOKENS = 5
 """Default of the most tokens drafted at once."""
-METHODS = ("auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+METHODS = ("auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp",
+           "dflash", "dspark")
 _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram",
           **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo")}}
 """Methods, by their names in vLLM's configuration and in ours."""
@@ -190,7 +191,7 @@ def _check_tree(found: Speculation) -> None:
 def _checked(found: Speculation) -> Speculation:
     """Refuses what contradicts itself."""
     method = found.method
-    if method in ("draft_model", "eagle", "eagle3", "medusa") and found.model is None:
+    if method in ("draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark") and found.model is None:
         raise ConfigError(f"speculate {method} needs the draft model: --speculative-model FOLDER or a hub id")
     if method in ("ngram", "suffix", "lookahead", "layer_skip", "mtp") and found.model is not None:
         raise ConfigError(f"speculate {method} takes no draft model, but speculative_model is {found.model!r}; leave one out")

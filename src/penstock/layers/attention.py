@@ -268,6 +268,12 @@ class Attention:
             out = out.index_select(0, division.own)
         return self.o(*step.narrow(out, ends))
 
+    def inject(self, x: torch.Tensor, step: Step) -> None:
+        """Writes the keys and values of x [T, W] to the cache at the step's tokens, and computes nothing else."""
+        spec, qkv = self.spec, self.qkv(x, step).view(len(x), -1, self.spec.head_size)
+        q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
+        self._enter(q, k, v, step, self.cos, self.sin)
+
     def _seeing_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of every token to all of its segment, or to those nearer than the window on either side."""
         out, spec = torch.zeros_like(q), self.spec

@@ -23,7 +23,7 @@ from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules, weights
 from penstock.models.config import Config, rope
 from penstock.models.mapped import Checkpoint
-from penstock.models.registry import checkpoint_of, family_of, stored_as
+from penstock.models.registry import checkpoint_of, describe, family_of, stored_as
 from penstock.models.rules import Rule
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import Place
@@ -124,11 +124,16 @@ _EAGLE_3 = (
 
 
 def method_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
-    """The method that a folder is for: eagle, eagle3, medusa, or draft_model, a whole model. ModelError for others."""
+    """The method that a folder is for: eagle, eagle3, medusa, dflash, dspark, or draft_model, a whole model.
+    ModelError for others."""
     named = str(config.get("speculators_model_type") or "")
     if named and named not in ("eagle", "eagle3", "peagle"):
         raise ModelError(f"config.json has speculators_model_type {named!r}; possible are eagle, eagle3 and peagle")
     architecture = str((config.get("architectures") or [""])[0])
+    if "markov_head.markov_w1.weight" in tensors or "dspark" in architecture.lower():
+        return "dspark"
+    if "dflash_config" in config or "dflash" in architecture.lower():
+        return "dflash"
     if "medusa_num_heads" in config or config.get("model_type") == "medusa" or "medusa" in architecture.lower():
         return "medusa"
     if named in ("eagle3", "peagle") or "eagle3" in architecture.lower() or any(name in ("d2t", "t2d") for name in tensors):
@@ -177,6 +182,53 @@ def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
                       for rule in found)
     return DraftHead(method, folder, config, stored_as(spec, found, config), found, (), taps,
                      mask=mask_token(given.values, parallel))
+
+
+@dataclass(frozen=True)
+class BlockHead(DraftHead):
+    """A block diffusion head (DFlash, DSpark)."""
+
+    mask_token: int = 0
+    """Of the slots without a known token."""
+    anchored: bool = False
+    """The slot of the last known token predicts the first draft; else mask tokens predict all of them."""
+    eps: float = 1e-6
+    """Of the norm of what it reads of the target."""
+
+    def extra(self) -> dict[str, torch.Tensor]:
+        """The tensors that are no part of its decoder."""
+        checkpoint = Checkpoint(self.folder)
+        names = [name for name in checkpoint.tensors if name in _EXTRA]
+        with checkpoint.mapped():
+            return {name: checkpoint.read(name).clone() for name in names}
+
+
+_EXTRA = ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+_BLOCK = (*(Rule(name, None) for name in (*_EXTRA, "confidence_head.proj.*", "embed_tokens.weight", "lm_head.weight")),
+          Rule("norm.weight", "norm.weight"), *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)
+
+
+def block(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpec) -> BlockHead:
+    """A DFlash or DSpark head: layers as Qwen3's. ModelError if it is not for this target, or computes otherwise."""
+    given = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
+    mask, taps = given.get("mask_token_id"), given.get("target_layer_ids")
+    if mask is None or not taps:
+        raise ModelError(f"{folder}: config.json of a {method} head needs mask_token_id and target_layer_ids")
+    if given.get("markov_head_type", "vanilla") != "vanilla" or given.get("fc_layernorm"):
+        raise ModelError(f"{folder}: markov_head_type {given.get('markov_head_type')!r} and fc_layernorm are not supported; "
+                         "possible is vanilla, without fc_layernorm")
+    spec = describe({**given, "architectures": ["Qwen3ForCausalLM"], "vocab_size": target.vocab_size,
+                     "tie_word_embeddings": False})
+    count, shapes = len(target.blocks), {name: one.shape for name, one in read_headers(folder).items() if name in _EXTRA}
+    if spec.width != target.width or not all(isinstance(tap, int) and 0 <= tap < count for tap in taps) \
+            or tuple(shapes.get("fc.weight", ())) != (target.width, len(taps) * target.width):
+        raise ModelError(f"{folder} reads layers {taps} of a model of width {spec.width}; this model has {count} layers of "
+                         f"width {target.width}")
+    spec = replace(spec, architecture=method, begins=False, head=HeadSpec(False, borrowed=True),
+                   max_positions=target.max_positions)
+    return BlockHead(method, folder, config, stored_as(spec, _BLOCK, config), _BLOCK, (), tuple(tap + 1 for tap in taps),
+                     mask_token=int(mask), anchored=bool(given.get("sample_from_anchor", method == "dspark")),
+                     eps=float(given.get("rms_norm_eps", 1e-6)))
 
 
 def _taps(config: Config, target: ModelSpec) -> tuple[int, ...]:

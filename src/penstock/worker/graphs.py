@@ -157,10 +157,10 @@ class Graphs:
         return self.model.forward(step)
 
     def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks, behind: Ints | None = None,
-                adapted: bool = False) -> tuple[torch.Tensor, Parts]:
+                adapted: bool = False, reach: Ints | None = None) -> tuple[torch.Tensor, Parts]:
         """Returns hidden states, followed by padding: of all tokens of a decode step, or of the picked tokens of a mixed step.
         The next step of the same bucket overwrites them."""
-        parts = self.builder.fill(plan, bucket, picks, behind=behind)
+        parts = self.builder.fill(plan, bucket, picks, behind=behind, reach=reach)
         if adapted:
             self._deltas(plan, bucket, picks)
         graph, hidden = self._captured[bucket, adapted]

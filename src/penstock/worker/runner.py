@@ -27,10 +27,17 @@ class Runner:
         self.pipe: Pipe | None = None
         """The links of a pipeline stage."""
 
+    def begin_at(self, length: torch.Tensor) -> None:
+        """Segments with slack begin at these numbers of known tokens [row]."""
+        self.builder.length = length
+        if self.graphs is not None:
+            self.graphs.builder.length = length
+
     def forward(self, plan: StepPlan, every: bool = False,
-                behind: Ints | None = None, branches: Branches | None = None) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
+                behind: Ints | None = None, branches: Branches | None = None,
+                reach: Ints | None = None) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
         """Returns hidden states of all tokens if `every`, hidden states of the logits rows (possibly padded), and the logits
-        rows' owners. `behind`: as in `StepBuilder.fill`. `branches`: of draft trees."""
+        rows' owners. `behind`, `reach`: as in `StepBuilder.fill`. `branches`: of draft trees."""
         picks = picks_of(plan)
         count = len(picks.segments)
         adapted = self.adapters is not None and self.adapters.adapted(plan)
@@ -45,7 +52,7 @@ class Runner:
         if self.graphs is not None and found is not None:
             builder = self.graphs.builder
             ends = builder.ends(count, bucket)
-            hidden, parts = self.graphs.forward(plan, bucket, picks, behind, adapted)
+            hidden, parts = self.graphs.forward(plan, bucket, picks, behind, adapted, reach)
             # The next step may replay the graph that the stream lies in.
             self._pass_on(hidden, copied=True)
             if bucket.tokens == bucket.segments and count < len(plan.rows):
@@ -53,7 +60,7 @@ class Runner:
             return hidden, hidden[:ends], builder.lines(parts, plan, picks)
         builder = self.builder
         ends = builder.ends(count, bucket)
-        parts = builder.fill(plan, bucket, picks, behind=behind)
+        parts = builder.fill(plan, bucket, picks, behind=behind, reach=reach)
         step = builder.step(bucket, parts, None if every or count == int(plan.counts.sum()) else ends, branches=branches)
         if adapted and self.adapters is not None:
             own = None if step.division is None else step.division.tokens

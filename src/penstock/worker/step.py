@@ -110,7 +110,8 @@ class StepBuilder:
         self._context = model.context
         self._ahead = int(model.spec.drafts)
         self._tokens = rows.tokens[:, self._ahead:]
-        self._length = rows.before if self._ahead else rows.length
+        self.length = rows.before if self._ahead else rows.length
+        """[row] number of known tokens, from which segments with slack begin."""
         self._build = model.kernels.build_step
         self._works = list(model.works)
         self._sharing = [work.ops.shares(work.geometry) for work in self._works]
@@ -144,10 +145,14 @@ class StepBuilder:
         """Returns the padded number of logits rows for `count` chosen tokens."""
         return min(self.size(count), max(bucket.segments, bucket.picks))
 
-    def fill(self, plan: StepPlan, bucket: Bucket, picks: Picks, shift: int = 0, behind: Ints | None = None) -> Parts:
+    def fill(self, plan: StepPlan, bucket: Bucket, picks: Picks, shift: int = 0, behind: Ints | None = None,
+             reach: Ints | None = None) -> Parts:
         """Uploads the plan's values in stream order. `shift`: the value of Parts.shift. `behind` [segments]: one with slack
-        begins so many positions before its row's last known token (default 0)."""
+        begins so many positions before its row's last known token (default 0). `reach` [segments]: it sees so many positions
+        behind its last one; possible for segments of one token."""
         counts, context = plan.counts, plan.starts + plan.counts
+        if reach is not None:
+            context = context + reach
         if not self._captured:
             self._library = [work.ops.library_spans(work.geometry, counts, context) if work.geometry.stripe.of == 1
                              else long_segments(counts, context) for work in self._works]
@@ -202,7 +207,7 @@ class StepBuilder:
         positions before, its row's last token."""
         there = self._staging.device(parts.size)
         start = there[parts.start]
-        lag = (start + 1 + there[parts.behind] - self._length[there[parts.row].long()]) * (there[parts.slack] > 0)
+        lag = (start + 1 + there[parts.behind] - self.length[there[parts.row].long()]) * (there[parts.slack] > 0)
         start -= lag
         there[parts.context] -= lag
         there[parts.lines_position] -= lag[there[parts.lines_segment].long()]

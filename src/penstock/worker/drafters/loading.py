@@ -16,10 +16,11 @@ from penstock.layers.attention import AttentionSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models import draft_heads
-from penstock.models.draft_heads import DraftHead
+from penstock.models.draft_heads import BlockHead, DraftHead
 from penstock.parallel.axis import Place
 from penstock.parallel.group import Group
 from penstock.worker.drafters import layers, medusa
+from penstock.worker.drafters.block import LoadedBlock
 from penstock.worker.drafters.head import LoadedHead
 from penstock.worker.drafters.layers import LoadedLayers
 from penstock.worker.drafters.lookahead import LoadedLookahead
@@ -94,6 +95,8 @@ def _survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target:
         raise ConfigError(f"speculate is {asked.method}, but {asked.model} is for {method}; use --speculate {method} or auto")
     if method in ("eagle", "eagle3"):
         return _of_head(asked, draft_heads.eagle(own, described, method, target, asked.parallel))
+    if method in ("dflash", "dspark"):
+        return _of_head(asked, draft_heads.block(own, described, method, target))
     if method == "medusa":
         medusa.check(own, described, asked.tokens)
         return Found(replace(asked, method=method), own)
@@ -143,6 +146,8 @@ def _load(found: Found, target: Decoder, room: int, place: Place, group: Group |
     if found.head is not None:
         head = found.head
         model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
+        if isinstance(head, BlockHead):
+            return LoadedBlock(model, target, head, room)
         return LoadedHead(model, target, head.taps, head.targets(), head.normed, room, head.masks())
     if found.asked.method == "medusa":
         assert found.folder is not None
