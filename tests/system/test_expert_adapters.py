@@ -124,6 +124,19 @@ def test_adapters_of_every_matrix(kind: str, form: str, tmp_path: Path) -> None:
         assert (found[3:6], found[:3], found[6:]) == (*expected, expected[1])
 
 
+def test_adapters_that_leave_graphs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = base("qwen3", tmp_path / "base")
+    adapter, _ = adapted(model, tmp_path, "modules")
+    with LLM(str(model), device="cpu", dtype="float32", threads=1, max_model_len=96, skip_tokenizer_init=True,
+             enable_lora=True) as llm:
+        llm.engine.add_adapter(str(adapter))
+        assert "outside of CUDA graphs" not in caplog.text, "a CPU has none"
+        llm.engine.rank.worker.graphs = object()  # type: ignore[attr-defined]
+        llm.engine.add_adapter(str(adapter))
+        llm.engine.rank.worker.graphs = None  # type: ignore[attr-defined]
+    assert "outside of CUDA graphs" in caplog.text
+
+
 @pytest.mark.parametrize(("kind", "options"), [
     ("qwen3", {}), pytest.param("qwen3", {"enable_expert_parallel": True}, marks=pytest.mark.exhaustive),
     ("deepseek", {})])

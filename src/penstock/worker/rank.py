@@ -281,6 +281,9 @@ class Rank:
                               self._mesh.tensor)
         name = adapter.digest(path)
         self.worker.adapters.host[name] = found
+        if self.worker.graphs is not None and found.ends & {adapters.APART, adapters.EMBEDDING}:
+            LOG.warning("the adapter %s changes the embedding, experts, or keys and values of MLA: steps with its "
+                        "requests run outside of CUDA graphs, and take longer", folder)
         return name
 
     def drop_adapter(self, name: str) -> None:
