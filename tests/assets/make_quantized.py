@@ -1,6 +1,6 @@
 """Makes tests/assets/quantized: one tiny Llama, quantized by the packages that people use. Not run by tests.
 
-    pip install compressed-tensors bitsandbytes accelerate torchao hqq
+    pip install compressed-tensors bitsandbytes accelerate torchao hqq auto-round
     python tests/assets/make_quantized.py OUT
 
 Beside each model, expected.json has the SHA-256 of every matrix as the package itself dequantizes it, and transformers' greedy
@@ -193,8 +193,32 @@ def hqq(out: Path) -> None:
         expect(out / name, "hqq", matrices, plain)
 
 
+def auto_round(out: Path) -> None:
+    """In its own packings, and in those of GPTQ and AWQ. The matrices are those of the model that it rounded in memory."""
+    from types import SimpleNamespace
+
+    from auto_round import AutoRound
+
+    tokenizer = SimpleNamespace(pad_token=None, eos_token="x", padding_side="right", name_or_path="tiny",
+                                save_pretrained=lambda *_, **__: ())
+    for name, form, symmetric, group in (
+            ("auto-round-gptq", "auto_round:auto_gptq", True, 64), ("auto-round-awq", "auto_round:auto_awq", False, 32),
+            ("auto-gptq", "auto_gptq", True, 64), ("auto-awq", "auto_awq", False, 32)):
+        def rounding(group: int = group, symmetric: bool = symmetric) -> AutoRound:
+            return AutoRound(model(), tokenizer=tokenizer, bits=4, group_size=group, sym=symmetric, iters=0,
+                             disable_opt_rtn=True, device_map="cpu")
+
+        rounding().quantize_and_save(str(out / "whole" / name), format=form)
+        folder = next((out / "whole" / name).rglob("config.json")).parent
+        folder.rename(out / name)
+        (out / name / "quantization_config.json").unlink()
+        made = rounding().quantize()[0]
+        # Zeros without a sign.
+        expect(out / name, "auto-round", {at: matrix + 0.0 for at, matrix in linears(made).items()}, plain_of(made))
+
+
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (compressed, bitsandbytes, torchao, hqq):
+    for make in (compressed, bitsandbytes, torchao, hqq, auto_round):
         make(OUT)

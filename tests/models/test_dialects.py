@@ -66,6 +66,9 @@ def greedy(folder: Path, prompt: list[int], count: int, **options: Any) -> list[
 def test_matrices_are_what_the_package_dequantizes(name: str) -> None:
     expected = json.loads((ASSETS / name / "expected.json").read_text())
     found = matrices(ASSETS / name, torch.bfloat16)
+    if name.startswith("auto"):
+        # A scale below 0 makes zeros negative where codes are multiplied, but not in the model that AutoRound rounds in memory.
+        found = {at: matrix + 0.0 for at, matrix in found.items()}
     digests = {at: ["bfloat16", hashlib.sha256(matrix.view(torch.uint8).numpy().tobytes()).hexdigest()]
                for at, matrix in found.items()}
     assert digests == expected["matrices"] and len(digests) == 7

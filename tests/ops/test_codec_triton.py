@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.interpreter import DEVICE  # isort: skip  (before Triton's kernels are imported)
 
-from penstock.ops import attention_library
+from penstock.ops import attention_library, attention_work
 from penstock.ops.attention import Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention, _by_words
 from penstock.ops.codec import CODECS, Codec
@@ -74,6 +74,21 @@ def test_half_precision(name: str, case: Case) -> None:
     found = TRITON.apply(case.q, k, v, case.table, case.query_start, case.context, case.size**-0.5, case.window,
                          scales=scales)
     case.q = case.q.float()
+    close(found, case.run(reference("attention")), 1.0, 2.0)
+
+
+@NAMED
+def test_items_of_several_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of one multiprocessor a program loops over many blocks of keys."""
+    monkeypatch.setattr(attention_work, "MULTIPROCESSORS", 1)
+    case = built(Case([(700, 1), (390, 1)], 4, 1, 64), torch.float16)
+    k, v, scales, keys, values = written(case, _named(name), reference("cache_write"))
+    attention_work.layout.cache_clear()
+    try:
+        found = TRITON.apply(case.q, k, v, case.table, case.query_start, case.context, case.size**-0.5, scales=scales)
+    finally:
+        attention_work.layout.cache_clear()
+    case.q, case.k, case.v = case.q.float(), keys, values
     close(found, case.run(reference("attention")), 1.0, 2.0)
 
 
