@@ -57,9 +57,9 @@ def over_http(shape: str, concurrencies: Sequence[int], client: Path | None,
         with server(model, flags) as (address, ready):
             say(f"{shape}: ready after {ready:.1f} s (target {READY_TARGET:g}, peer {READY_PEER.get(shape)})")
             yield {"shape": shape, "ready_seconds": ready, "target": READY_TARGET, "peer": READY_PEER.get(shape)}
-            _load(client, address, model, config["vocab_size"], 4)  # warms up
+            load(client, address, model, config["vocab_size"], 4)  # warms up
             for concurrency in concurrencies:
-                found = _load(client, address, model, config["vocab_size"], concurrency)
+                found = load(client, address, model, config["vocab_size"], concurrency)
                 target = HTTP_TARGET.get(shape, {}).get(concurrency, Answers())
                 peer = HTTP_PEER.get(shape, {}).get(concurrency, Answers())
                 say(f"{shape} {concurrency:4}: " + ", ".join(
@@ -69,7 +69,7 @@ def over_http(shape: str, concurrencies: Sequence[int], client: Path | None,
                        **found._asdict(), "target": target._asdict(), "peer": peer._asdict()}
 
 
-def _load(client: Path | None, address: str, model: Path, vocab: int, concurrency: int) -> Answers:
+def load(client: Path | None, address: str, model: Path, vocab: int, concurrency: int) -> Answers:
     """One closed loop's figures, from a client in a process of its own."""
     requests = _REQUESTS.get(concurrency, 4 * concurrency)
     if client is not None:

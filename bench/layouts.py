@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"pp{n}": {"pipeline_parallel_size": n} for n in (2, 3, 4)},
     **{f"ep{n}": {"tensor_parallel_size": n, "enable_expert_parallel": True} for n in (2, 4, 8)},
     **{f"dp{n}": {"data_parallel_size": n} for n in (2, 4, 8)},
-    **{f"cp{n}": {"context_parallel_size": n} for n in (2, 4)},
+    **{f"cp{n}": {"context_parallel_size": n} for n in (2, 4, 8)},
     **{f"dpep{n}": {"data_parallel_size": n, "enable_expert_parallel": True} for n in (2, 4, 8)},
     **{f"away{n}": {"offload_weights": str(n / 100)} for n in (25, 50, 75, 100)},
     "disk50": {"offload_weights": "0.5", "offload_folder": os.environ.get("FOLDER", "/tmp")},
     "tp2whole": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "tp4dp2": {"tensor_parallel_size": 4, "data_parallel_size": 2},
+    "tp4pp2": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
     "tp2dp2": {"tensor_parallel_size": 2, "data_parallel_size": 2}}
 
 SMALL: dict[str, dict[str, Any]] = {"8b-small": SHAPES["llama8b"] | {"num_hidden_layers": 4},
-                                    "8b-eight": SHAPES["llama8b"] | {"num_hidden_layers": 8}}
+                                    "8b-eight": SHAPES["llama8b"] | {"num_hidden_layers": 8},
+    "tiny": SHAPES["llama8b"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                                 "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048},
+    "tiny-moe": SHAPES["qwen30b_a3b"] | {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+                                         "num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+                                         "num_experts_per_tok": 2, "vocab_size": 2048}}
 """Shapes cut to a few layers: for equality, and for long prompts whose ratios are wanted soon."""
 
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -112,7 +119,7 @@ def tokens(layout: str, *kinds: str) -> None:
               flush=True)
 
 
-def equal(layouts: list[str], limit: float) -> None:
+def equal(layouts: list[str], limit: float, kinds: Sequence[tuple[str, str]] = KINDS) -> None:
     """Compares every layout with one card, and says so as soon as both have answered. One process for each layout."""
     known: dict[tuple[str, str], list[list[int]]] = {}
     lock = threading.Lock()
@@ -130,8 +137,8 @@ def equal(layouts: list[str], limit: float) -> None:
                         seconds=line["s"])
 
     def run(layout: str) -> None:
-        kinds = [f"{shape}:{dtype}" for shape, dtype in KINDS if "ep" not in layout or "moe" in shape]
-        child("tokens", layout, *kinds, limit=limit, told=told)
+        asked = [f"{shape}:{dtype}" for shape, dtype in kinds if "ep" not in layout or "moe" in shape]
+        child("tokens", layout, *asked, limit=limit, told=told)
 
     with ThreadPoolExecutor(len(layouts) + 1) as pool:
         list(pool.map(run, ("one", *layouts)))
@@ -200,13 +207,18 @@ class Engine:
 def timed(shape: str, layout: str, names: str, repeats: int) -> None:
     """Prints the median seconds of workloads; also of a prompt of 122,880 tokens: prompt_120k, and decode_120k with steps."""
     known = {name: [(ask.prompt, ask.output) for ask in asks]
-             for name, asks in workloads("llama8b" if shape in SMALL else shape)}
+             for name, asks in workloads(shape if shape in SHAPES else "llama8b")}
     long = [1000 + i * 7919 % 90000 for i in range(122880)]
+    known["prompt_500k"] = [([1000 + i * 7919 % 90000 for i in range(500_000)], 1)]
+    if shape.startswith("tiny"):
+        known = {name: [([1 + token % 2000 for token in prompt[:24]], 6) for prompt, _ in asks[:4]]
+                 for name, asks in known.items()}
     known["prompt_120k"], known["decode_120k"] = [(long, 1)], [(long, 33)]
     with tempfile.TemporaryDirectory() as folder:
         model = str(write((SHAPES | SMALL)[shape], Path(folder) / shape))
         options = {"device": DEVICE, "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.85,
-                   "max_model_len": 131072 if "120k" in names else 16384, **LAYOUTS[layout]}
+                   "max_model_len": 524288 if "500k" in names else 131072 if "120k" in names else 16384,
+                   "threads": 1, "dtype": "float32" if DEVICE == "cpu" else "bfloat16", **LAYOUTS[layout]}
         with Engine(model, options) as engine:
             print(json.dumps({"shape": shape, "layout": layout, "start_s": round(engine.seconds, 1)}), flush=True)
             for name in names.split(","):
@@ -246,6 +258,8 @@ DEEPSEEK = SHAPES["dsv2lite"] | {
     "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
     "first_k_dense_replace": 3, "vocab_size": 129280}
 """DeepSeek V3's shape. Queries are counted as if they were projected at once, which overstates attention by a tenth."""
+SMALL["dsv3-few"] = DEEPSEEK | {"num_hidden_layers": 12, "quantization_config": {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}}
 HOST, NETWORK, NETWORK_FIRST = 8, 45e9, 20e-6
 """Cards of a host; bytes/s one way and seconds of a first byte between cards of other hosts (assumed: 400 Gbit/s for each)."""
 

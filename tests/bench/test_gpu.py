@@ -419,10 +419,10 @@ def test_another_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gpu_http, "LOAD", (8, 6))
     client = tmp_path / "client.py"
     client.write_text(CLIENT)
-    assert gpu_http._load(client, "http://x", tmp_path, 512, 1) == fixed.Answers(10.0, 1.5, 2.5, 1)
+    assert gpu_http.load(client, "http://x", tmp_path, 512, 1) == fixed.Answers(10.0, 1.5, 2.5, 1)
     client.write_text("raise SystemExit(3)")
     with pytest.raises(ConfigError, match="the client failed with status 3"):
-        gpu_http._load(client, "http://x", tmp_path, 512, 1)
+        gpu_http.load(client, "http://x", tmp_path, 512, 1)
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
