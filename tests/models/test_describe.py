@@ -242,3 +242,10 @@ def test_a_mixture_of_experts_is_called_one() -> None:
     with pytest.raises(ModelError, match="MixedForCausalLM', a mixture-of-experts model") as caught:
         describe(mixtral)
     assert "nearest" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", [{"num_hash_layers": 3}, {"mlp_layer_types": ["hash_moe", "moe"]}], ids=str)
+def test_routing_by_hashes_is_refused_by_name(option: dict[str, Any]) -> None:
+    for name in ("DeepseekV4ForCausalLM", "DeepseekV3ForCausalLM"):
+        with pytest.raises(ModelError, match=f"{next(iter(option))} .* chosen by a hash of the token"):
+            describe({"architectures": [name], "n_routed_experts": 8, **option})

@@ -85,6 +85,10 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType | SimpleNamesp
 
 def describe(config: Mapping[str, Any]) -> ModelSpec:
     """The model that a config (as `read_config` gives it) describes; ModelError if Penstock cannot run it as described."""
+    hashed = "num_hash_layers" if config.get("num_hash_layers") else "mlp_layer_types"
+    if config.get("num_hash_layers") or "hash_moe" in (config.get("mlp_layer_types") or ()):
+        raise ModelError(f"config.json has {hashed} {config[hashed]!r}: experts chosen by a hash of the token (DeepSeek V4) "
+                         "are not supported; possible are routers that compute scores")
     architecture, family = family_of(config)
     spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
     spec = caching.applied(dataclasses.replace(spec, architecture=architecture), config)
