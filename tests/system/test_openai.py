@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -303,3 +305,27 @@ def test_refusals_through_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(**GREEDY, suffix="end")
     assert error.value.param == "suffix"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prediction_saves_steps_and_changes_nothing(server: Served, client: openai.OpenAI, temperature: float) -> None:
+    def steps() -> float:
+        return float(re.findall(r"^penstock:steps_total\S* (\S+)$", server.http.get("/metrics").text, re.MULTILINE)[0])
+
+    def ask(**more: Any) -> tuple[str, float, Any]:
+        before = steps()
+        answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "A story"}], max_tokens=60,
+                                                temperature=temperature, seed=1, **more)
+        return answer.choices[0].message.content or "", steps() - before, answer.usage.completion_tokens_details
+
+    plain, needed, _ = ask()
+    words = plain.split(" ")
+    changed = " ".join([*words[:5], "or", "not", *words[8:]])
+    for predicted in (plain, changed, [{"type": "text", "text": plain}], "Something else", ""):
+        said, taken, details = ask(prediction={"type": "content", "content": predicted})
+        assert said == plain
+        if predicted not in ("", "Something else"):
+            assert taken < 0.8 * needed and details.accepted_prediction_tokens > 15, (predicted, taken, needed)
+    with pytest.raises(openai.BadRequestError, match="prediction is only possible for one answer"):
+        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}], n=2,
+                                       prediction={"type": "content", "content": "x"})

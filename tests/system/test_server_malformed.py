@@ -120,7 +120,7 @@ OF_CHAT: dict[str, list[Any]] = {
     "function_call": ["auto"],
     "modalities": [["audio"], "text"],
     "audio": [{"voice": "x"}],
-    "prediction": [{"type": "content", "content": "x"}],
+    "prediction": ["x", {"type": "content", "content": [{"type": "image_url"}]}, {"type": "tokens", "content": "x"}],
     "web_search_options": [{}],
     "reasoning_effort": [1, []],
     "verbosity": [1],

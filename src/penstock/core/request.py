@@ -106,6 +106,8 @@ class Request(msgspec.Struct, array_like=True):
     """It would rather wait than be refused because its promise cannot be kept."""
     adapted_from: int = 0
     """The first position that the adapter computes (aLoRA); those before are the bare model's. The engine finds it."""
+    predicted: bytes = b""
+    """Tokens that the client expects to recur in the answer, 4 bytes each in the machine's order; tried as drafts."""
 
     @property
     def namespace(self) -> str:

@@ -19,8 +19,8 @@ class Sequence:
 
     __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done",
                  "due", "epoch", "expected", "goal", "index", "limit", "mark", "masked", "pages", "passed", "phase",
-                 "planned", "pooled", "promise", "promised", "prompt_len", "request", "room", "row", "scores", "scoring",
-                 "seed", "since", "slack", "stops", "stretched", "timings", "tokens")
+                 "planned", "pooled", "predicted", "promise", "promised", "prompt_len", "request", "room", "row",
+                 "scores", "scoring", "seed", "since", "slack", "stops", "stretched", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
         self.request = request
@@ -41,6 +41,8 @@ class Sequence:
         """Maximum tokens that plans in flight may add."""
         self.expected: tuple[int, list[int]] | None = None
         """(position, tokens) that the host expects from there on; verified like drafts."""
+        self.predicted = 0
+        """The place in `request.predicted`, in bytes, up to which the answer follows it. Written by the drafts alone."""
         self.acceptance: float | None = None
         """Estimated probability that a draft is kept if those before it are. Written by the draft policy alone."""
         self.computed = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -146,12 +147,13 @@ class Inputs:
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
                 priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),
-                keep_last: int | None = None, parsed: bool = False, adapter: str = "") -> Request:
+                keep_last: int | None = None, parsed: bool = False, adapter: str = "", predicted: str = "") -> Request:
         """A request ready for the engine. RequestError for everything that cannot be honoured.
 
         `add_special_tokens` applies to text. `salt`, `tenant`, `retain` and `adapter` are the Request's. `keep_last` keeps that
         many tokens of the prompt's end (vLLM's truncate_prompt_tokens), -1 as many as fit; marks and spans are of the whole
-        prompt. The answer to a request that is `parsed` shows the markers of the model's dialect.
+        prompt. The answer to a request that is `parsed` shows the markers of the model's dialect. Tokens of a
+        `predicted` text are tried as drafts.
         """
         if self.info.task != "generate":
             raise RequestError(f"this model cannot generate: its checkpoint has no language model's head, only what is needed "
@@ -169,7 +171,15 @@ class Inputs:
         params = self._with_defaults(params, len(kept))
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
                        resolve_spans(retain, len(kept), len(ids) - len(kept)), adapter,
-                       shown=self._shown if parsed else [])
+                       shown=self._shown if parsed else [], predicted=self._predicted(predicted, params))
+
+    def _predicted(self, text: str, params: SamplingParams) -> bytes:
+        if not text or self.tokenizer is None:
+            return b""
+        if params.n > 1 or params.beam_width:
+            raise RequestError("a prediction is only possible for one answer; leave out n and use_beam_search",
+                               param="prediction", code="unsupported_parameter")
+        return array("I", self.tokenizer.encode(text, False)).tobytes()
 
     def pooling(self, name: str, prompt: str | Sequence[int], pool: Pool, *, add_special_tokens: bool = True, priority: int = 0,
                 salt: str = "", tenant: str = "", keep_last: int | None = None) -> Request:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 
 from penstock.config.speculation import Speculation
 from penstock.core.plan import Proposal
@@ -46,6 +47,8 @@ _CLEAR = 1.15
 _TRIAL = 64
 """Steps without drafts after which one with a draft for each sequence shows whether they have come to pay."""
 _UNKNOWN = (0.0, 0.0)
+_TAIL, _AHEAD = 3, 16
+"""The tokens by which an answer is found in what its request predicts, and the most that are then expected."""
 
 
 class Adaptive(DraftPolicy):
@@ -145,6 +148,17 @@ class Drafts:
         sequence.expected = (at, tokens) if tokens else None
         self._expecting = True
 
+    def follow(self, sequence: Sequence) -> None:
+        """Expects what the request predicts, from where the end of the answer next occurs in it."""
+        predicted, known = sequence.request.predicted, len(sequence.tokens)
+        tail = array("I", sequence.tokens[max(sequence.prompt_len, known - _TAIL):]).tobytes()
+        at = _find(predicted, tail, max(0, sequence.predicted - len(tail)))
+        if at < 0:
+            at = _find(predicted, tail, 0)
+        if at >= 0:
+            sequence.predicted = at = at + len(tail)
+        self.expect(sequence, known, array("I", predicted[at:at + 4 * _AHEAD]).tolist() if at >= 0 else [])
+
     def count(self, sequence: Sequence, room: int, spare: int, exact: bool) -> int:
         """Returns the number of drafted tokens, at most `room`, that the next segment verifies after the last known token; of
         those that the host expects at most `spare`. The last possible token's position is excluded: it is never fed back.
@@ -167,6 +181,14 @@ class Drafts:
                  ((step.sequences[segment], drafts) for segment, drafts in step.drafts.items())]
         return [Proposal(sequence.row, sequence.planned + 1, expected[:drafts])
                 for sequence, drafts, expected in found if expected]
+
+
+def _find(tokens: bytes, tail: bytes, start: int) -> int:
+    """The place of some tokens in others, from `start` on, in bytes; -1 if there is none."""
+    found = tokens.find(tail, start)
+    while found > 0 and found % 4:
+        found = tokens.find(tail, found + 1)
+    return found
 
 
 def _expected(sequence: Sequence) -> list[int]:

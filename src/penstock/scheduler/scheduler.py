@@ -244,6 +244,8 @@ class Scheduler:
             if want & _SAMPLE:
                 sequence.promised -= 1
                 self.taker.token(sequence, own, logprobs.get(i), now)
+                if sequence.request.predicted and not (sequence.done or sequence.masked or self.cache.exact):
+                    self.drafts.follow(sequence)
         decoded = step.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
         if result.picks is not None:

@@ -204,7 +204,7 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
     try:
         # A template writes its own special tokens.
         [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens),
-                                  parsed=True)
+                                  parsed=True, predicted=body.prediction.text if body.prediction else "")
     except RequestError as error:
         raise in_terms_of_chat(error, body) from None
     return Prepared(model, request, prompt.text, tools)

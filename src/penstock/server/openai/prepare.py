@@ -21,7 +21,8 @@ _COMPILING = 100_000
 
 
 async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[int] | Marked], params: SamplingParams,
-                  body: GenerationFields, *, add_special_tokens: bool, parsed: bool = False) -> list[Request]:
+                  body: GenerationFields, *, add_special_tokens: bool, parsed: bool = False,
+                  predicted: str = "") -> list[Request]:
     """Checked engine requests, each under a name of its own: two HTTP requests may carry the same request_id. RequestError
     naming the limit that they would pass."""
     llm, adapter, retain = state.llm, state.adapter(body.model), retained(body)
@@ -35,12 +36,14 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
         # Once for all prompts.
         spelled = llm.inputs.spelled(params)
         made = [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens, retain=retain,
-                                   keep_last=body.truncate_prompt_tokens, parsed=parsed, adapter=adapter, **whose)
+                                   keep_last=body.truncate_prompt_tokens, parsed=parsed, adapter=adapter,
+                                   predicted=predicted, **whose)
                 for prompt in prompts]
         check_something_is_left(made[0])
         return made
 
-    size = sum(map(_effort, prompts)) + (1 + len(prompts) // 10) * _lists(params)
+    state.limits.check_text(len(predicted), llm.inputs.info.max_model_len, "prediction")
+    size = len(predicted) + sum(map(_effort, prompts)) + (1 + len(prompts) // 10) * _lists(params)
     if params.structured_outputs is not None:
         size += _COMPILING
     return await admitted(state, http, body, body.service_tier, len(prompts), params, make, size)

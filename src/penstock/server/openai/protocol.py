@@ -49,7 +49,6 @@ WHY_REFUSED: dict[str, str] = {
     "audio": "this server gives text only",
     "modalities": "this server gives text only; the only possible value is [\"text\"]",
     "web_search_options": "this server does not search the web",
-    "prediction": "predicted output is not supported",
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "prompts are text or token ids",
     "echo": "it is supported by /v1/completions only",
@@ -87,6 +86,20 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
     """Send the usage so far with every chunk."""
     include_obfuscation: OnlyFalse | None = None
+
+
+class PredictedPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="content"):
+    """A text that is expected to recur in the answer, such as a file to be edited: it is tried as drafts."""
+
+    content: str | Annotated[list[PredictedPart], Meta(max_length=MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ServiceFields(msgspec.Struct, kw_only=True):
@@ -407,7 +420,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     media_io_kwargs: None = None
     mm_processor_kwargs: None = None
     moderation: None = None
-    prediction: None = None
+    prediction: Prediction | None = None
     max_thinking_tokens: Natural | None = None
     """After so many tokens of thinking its end is forced."""
     thinking_token_budget: Natural | None = None
