@@ -17,6 +17,7 @@ from penstock.core.errors import RequestError
 from penstock.core.layout import lay_out
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
+from penstock.core.sequence import Sequence
 from penstock.core.service import BUILT_IN, Service
 from penstock.core.state import Everything, Field, StateSpec
 from penstock.core.steptime import KNOTS, StepTime
@@ -294,3 +295,41 @@ def test_a_promise_is_refused_where_no_row_becomes_free_in_time() -> None:
         records = Fleet(cost, 1, policy="promises", classes=classes).run(stream()).records
         assert [not record.refused for record in records[4:]] == taken
         assert all(r.kept(classes[r.tier]) for r in records if not r.refused)
+
+
+def test_broken_promises_make_the_forecast_careful() -> None:
+    """Each that was broken takes a part of what later forecasts may take of theirs, which those that are kept give back."""
+    classes = {"": Service(), "fast": Service(ttft=0.5), "other": Service(ttft=0.5)}
+    replica = Replica(COST, "promises", classes, times=COST.times())
+    policy = replica.scheduler.policy
+    for number in range(8):
+        replica.scheduler.add(asked(f"r{number}", 2000, "fast", waits=True), 1.0)
+
+    def possible(name: str, tier: str = "fast") -> bool:
+        try:
+            replica.scheduler.add(asked(name, 100, tier), 1.0)
+        except RequestError:
+            return False
+        replica.scheduler.abort([name], 1.0)
+        return True
+
+    late = Sequence(asked("late", 100, "fast"), 0, 0, 200)
+    assert isinstance(policy, Promises) and possible("a")
+    for _ in range(10):
+        policy.arrive(late)
+        assert policy.late(late, 100.0)
+    assert not possible("b") and possible("c", "other")
+    for _ in range(1500):
+        policy._forecast.kept(late.request, promise=True)
+    assert possible("d")
+
+
+def test_a_promise_is_the_clients_and_includes_the_frontends_share() -> None:
+    policy = Promises({"": Service(), "fast": Service(ttft=0.5)}, COST.times(), 20.0)
+    found = []
+    for beside in (0.0, 0.2, 9.0):
+        request = asked("a", 100, "fast")
+        request.beside = beside
+        found.append(Sequence(request, 0, 0, 200))
+        policy.arrive(found[-1])
+    assert [s.promise - s.request.arrival for s in found] == pytest.approx([0.5, 0.3, 0.25])

@@ -102,6 +102,8 @@ class Request(msgspec.Struct, array_like=True):
     """Its class of service (`core/service.py`)."""
     deadline: float = 0.0
     """time.time() at which it ends unserved or unfinished; 0: never."""
+    beside: float = 0.0
+    """Seconds of its promise that the frontend takes: until the submission, and expected behind the engine's first token."""
     waits: bool = False
     """It would rather wait than be refused because its promise cannot be kept."""
     adapted_from: int = 0

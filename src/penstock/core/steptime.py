@@ -35,6 +35,8 @@ _AGE = 1.002
 """Growth of the newest step's weight with every step: what was seen some 500 steps ago counts a third."""
 _STARTLED = 0.2
 """Further growth, times the square of the recent error: a device that has changed its speed is learned anew."""
+_STARTLING = 2.0
+"""A step with a prompt that took so many times its prediction is learned from at once."""
 _RESCALED = 1e6
 _SURPRISE = 0.3
 """A step shorter than this part of its prediction weighs no more than one of this length."""
@@ -118,7 +120,10 @@ class StepTime:
         self._unread.append((load, seconds))
         self._unread_seconds += seconds
         unread = len(self._unread)
-        if self.steps < 4 * _SOLVE or unread == _SOLVE_MOST or (unread >= _SOLVE and self._unread_seconds >= _SOLVE_SECONDS):
+        # One long prompt is computed before a few such steps have come.
+        surprised = load.work > 0 and seconds > _STARTLING * self.seconds(load)
+        if surprised or self.steps < 4 * _SOLVE or unread == _SOLVE_MOST or (
+                unread >= _SOLVE and self._unread_seconds >= _SOLVE_SECONDS):
             loads, measured = zip(*self._unread, strict=True)
             self._unread.clear()
             self._unread_seconds = 0.0

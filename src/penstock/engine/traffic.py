@@ -36,6 +36,24 @@ class Track:
         self.queued = self.cached = 0.0  # seconds in the queue, prompt tokens that the cache had
 
 
+class Delivery:
+    """The time of first tokens from the engine to their stream, fitted as TCP fits round trips (RFC 6298): a moving mean, and
+    four times the mean deviation above it."""
+
+    def __init__(self) -> None:
+        self._mean = self._deviation = 0.0
+
+    @property
+    def late(self) -> float:
+        """Seconds that hardly any takes longer than."""
+        return self._mean + 4 * self._deviation
+
+    def took(self, seconds: float) -> None:
+        """Learns from one."""
+        self._deviation += 0.25 * (abs(seconds - self._mean) - self._deviation)
+        self._mean += 0.125 * (seconds - self._mean)
+
+
 class Traffic:
     """The open requests by their ids. Used from one event loop."""
 
@@ -47,6 +65,7 @@ class Traffic:
         self._tenant_tokens: Counter[str] = Counter()
         self._gaps: Counter[tuple[float, int]] = Counter()
         """Tokens by when the one before came, and how many came at once."""
+        self.delivery = Delivery()
         self._list_words = 0
         """The device memory used by the open requests' sampling parameters, in 4-byte words."""
 
@@ -149,6 +168,8 @@ class Traffic:
         figures.end_to_end.observe(now - track.arrived)
         figures.output_lengths.observe(tokens)
         past = stream.ledger_at - now
+        if delta.timings is not None and delta.timings.first_token and delta.index in track.first:
+            self.delivery.took(max(0.0, past + track.first[delta.index] - delta.timings.first_token))
         self.ended.append({"id": delta.request_id, "arrival": past + track.arrived, "queued": track.queued,
                            "first": past + track.first.get(delta.index, now), "finished": past + now, "output": tokens,
                            "prompt": len(track.request.prompt_ids), "cached": int(track.cached),

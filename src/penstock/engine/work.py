@@ -10,6 +10,7 @@ import ctypes
 import gc
 import heapq
 import itertools
+import os
 import sys
 import threading
 import time
@@ -29,8 +30,9 @@ SHORT = 128 << 10
 SIZE_PER_SECOND = 2 << 20
 """A job's size delays it by size / SIZE_PER_SECOND seconds: shorter jobs that arrive within that time overtake it."""
 
-THREADS = 3
-"""The number of threads: one for short jobs only, two for all jobs."""
+THREADS = 2 + (len(os.sched_getaffinity(0)) > 2)
+"""The number of threads: one for short jobs only, and for all jobs two, or one where two would take every processor from the
+event loop and the engine."""
 
 MOST_JOBS = 2048
 MOST_SIZE = 512 << 20

@@ -120,9 +120,10 @@ class Batch:
         if reading or waiting:
             step.unread = sum([s.goal - s.planned for s in reading])
             step.tightest = queues.policy.tightest(queues.running.groups)
-        if not (decoding and reading and limits.step_target):
+        if not (reading and limits.step_target):
             return max(len(running), limits.max_num_batched_tokens)
-        return max(len(running), self._pace.budget(step.decode, reading, now, step.tightest))
+        owners = {s.request.owner for s in running if s.goal - s.planned <= 1}
+        return max(len(running), self._pace.budget(step.decode, reading, now, step.tightest, owners))
 
     def _resting(self) -> set[Sequence]:
         """The sequences that sit this step out. With several pipeline stages, each step takes an equal part of those that

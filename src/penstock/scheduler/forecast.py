@@ -16,8 +16,10 @@ from penstock.core.service import Service
 from penstock.core.steptime import StepTime
 from penstock.scheduler.step import InFlight
 
-_MARGIN = 0.9
-"""Part of a promise that a forecast may take."""
+_MARGIN, _LEAST_MARGIN = 0.9, 0.5
+"""Part of a promise that a forecast may take: at first, which is the most, and at least."""
+_BROKEN, _KEPT = -0.02, 0.0001
+"""Change of that part for each promise that was broken and kept: it comes to rest where one of 200 is broken."""
 _LEAST = 0.5
 """Seconds of waiting after which the rate of prompts counts."""
 _TURNOVER = 30.0
@@ -40,6 +42,8 @@ class Forecast:
         self._last = 0.0
         self.ended = self._span = self._at = 0.0
         """Sequences that have left rows, in so many seconds, and the time of the latest plan."""
+        self._margins = dict.fromkeys(classes, _MARGIN)
+        """Part of a promise that a forecast may take, by class, as promises have been found to be kept."""
 
     def waits(self, sequence: Sequence, group: str, change: int) -> None:
         """As `Policy.waits`. Further choices and prompts of a request do not count: they let others go first."""
@@ -51,6 +55,12 @@ class Forecast:
         if not self.waiting[group]:
             del self.waiting[group], self.unread[group]
 
+    def kept(self, request: Request, promise: bool) -> None:
+        """Reports whether a promise was kept. It does not count where the request preferred to wait."""
+        if not request.waits:
+            found = self._margins[request.tier] + (_KEPT if promise else _BROKEN)
+            self._margins[request.tier] = min(_MARGIN, max(_LEAST_MARGIN, found))
+
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
         """As `Policy.planned`."""
         self._span += min(1.0, now - self._at)
@@ -59,8 +69,12 @@ class Forecast:
             self._span, self.ended = self._span / 2, self.ended / 2
         if not (waiting or self._last):
             return
-        segments = zip(step.sequences, step.counts, strict=True)
-        tokens = sum(count for sequence, count in segments if sequence.planned < sequence.prompt_len)
+        tokens = 0
+        for sequence, count in zip(step.sequences, step.counts, strict=True):
+            if sequence.planned < sequence.prompt_len:
+                tokens += count
+                if sequence.planned + count >= sequence.prompt_len == sequence.known:
+                    self.kept(sequence.request, now + self._times.prompt(count) <= sequence.promise)
         seconds = now - self._last if self._last else 0.0
         self._last = now if waiting else 0.0
         if seconds > 0:
@@ -114,11 +128,12 @@ class Forecast:
                                    "try again later, or use another class", code="queue_full", status=429,
                                    retry=max(1.0, late / 2))
         promised = sequence.promise - request.arrival
-        if free or request.waits or not (request.deadline or math.isfinite(service.ttft)) or late <= _MARGIN * promised:
+        usable = self._margins[request.tier] * promised
+        if free or request.waits or not (request.deadline or math.isfinite(service.ttft)) or late <= usable:
             return
         raise RequestError(f"the first token would come after about {late:.1f} s, and {promised:.1f} s are promised to the "
                            f"class {request.tier!r}; try again later, or send x-penstock-wait: true to wait",
-                           code="overloaded", status=429, retry=max(1.0, late - _MARGIN * promised))
+                           code="overloaded", status=429, retry=max(1.0, late - usable))
 
 
 def _fair(ahead: Counter[str], mine: str) -> int:

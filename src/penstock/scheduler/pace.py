@@ -23,6 +23,8 @@ _LEAST = 16
 """Fewest prefill tokens of a step, so that prompts make progress."""
 _PAUSE = 32
 """Mixed steps in a row before one pure decode step, which measures what decoding alone takes."""
+_LIVELY = 1.0
+"""Seconds after a short prompt in which another one is expected."""
 _GROWN = 1.5
 """Growth of the decoding batch that brings the next pure decode step forward."""
 
@@ -39,15 +41,31 @@ class Pace:
         """Sequences of the latest pure decode step."""
         self._reading = 0
         """Number of mixed steps in a row."""
+        self._lively = 0.0
+        """Until when short prompts are expected."""
+        self._weights: list[float] = []
+        """Of the model of step time, by which `_long` was found."""
+        self._long = 1 << 40
+        """Prompts of more tokens are long: alone they take more than the target."""
 
-    def budget(self, decode: Load, reading: list[Sequence], now: float, promised: float | None) -> int:
-        """Returns the token budget of a step beside which these sequences read, or could begin to. Long prompts, which were
-        promised four times their own time, add little to it."""
-        short, calm, decoding = [s for s in reading if not s.stretched], 0, decode.segments
+    def budget(self, decode: Load, reading: list[Sequence], now: float, promised: float | None, owners: set[str]) -> int:
+        """Returns the token budget of a step beside which these sequences read, or could begin to; `owners` of requests decode.
+        Long prompts, which were promised four times their own time, add little to it, as do the further prompts of a request
+        while another one decodes."""
+        times, decoding = self._times, decode.segments
+        if self._weights is not times.weights:
+            self._weights = times.weights
+            self._long = times.within(Load(0, 0), self._target) if self._target and times.longest else 1 << 40
+        long = [s for s in reading if s.request.follows or s.stretched or s.prompt_len > self._long]
+        if len(long) < len(reading):
+            self._lively = now + _LIVELY
+        if not decoding:
+            return self._without_decode(reading, long, now)
+        short = [s for s in reading if not (s.stretched or (s.request.follows and owners - {s.request.follows}))]
+        calm = 0
         if len(short) < len(reading):
-            least = (1 + _CALM) * self._times.seconds(decode)
-            calm = self._times.within(decode, least, max(s.planned for s in reading))
-            calm = max(_LEAST, min(calm, 2 * self._times.longest, self._most - decoding))
+            calm = times.within(decode, (1 + _CALM) * times.seconds(decode), max(s.planned for s in reading))
+            calm = max(_LEAST, min(calm, 2 * times.longest, self._most - decoding))
         if not short:
             return decoding + calm
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in short)
@@ -55,6 +73,15 @@ class Pace:
         at = sum(s.planned for s in short) / len(short) + self._most / 8
         tokens = self.tokens(decode, len(short), unread, waited, promised, at)
         return min(tokens, decoding + unread + calm) if calm else tokens
+
+    def _without_decode(self, reading: list[Sequence], long: list[Sequence], now: float) -> int:
+        """The token budget of a step in which nobody decodes. Where short prompts come, those that take longer than the target
+        leave half of it to the next one: it waits for the step that runs, and for the one that was planned behind it."""
+        if self._target is None or not self._times.longest or not long or now >= self._lively:
+            return self._most
+        others = sum(s.goal - s.planned for s in reading) - sum(s.goal - s.planned for s in long)
+        tokens = self._times.within(Load(0, 0), self._target / 2, max(s.planned for s in long))
+        return min(self._most, others + max(_LEAST, _whole(tokens)))
 
     def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,
                at: float = 0.0) -> int:
@@ -72,7 +99,7 @@ class Pace:
         once = decoding <= reading and 2 * unread <= 3 * self._most
         if promised is not None:
             target = min(target, _MARGIN * promised)
-            once = once and times.seconds(Load(decoding + 1, self._most, decode.read)) <= promised
+            once = once and times.seconds(Load(decoding + 1, self._most, decode.read, self._most * at)) <= promised
         if once:
             return self._most
         self._reading += 1

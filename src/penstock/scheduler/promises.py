@@ -26,7 +26,7 @@ _ALONE = 4.0
 """A promise is no shorter than this many times what a prompt takes alone: no order could keep it."""
 _PATIENCE = 600.0
 """Deadline, in seconds, of a class that promises nothing: the longest that others may go before it."""
-_AGAIN = 10.0
+_AGAIN = 3.0
 """A promise that was broken is renewed for this many times its length: those that can still be kept go first."""
 _OUTPUT = 4.0
 """Cost of an output token in prompt tokens, until the model of step time knows."""
@@ -85,7 +85,7 @@ class Promises(Policy):
             # The prompts of a batch are computed one after another, so that others come in between.
             self._following[request.follows] += 1
             promised += alone * self._following[request.follows]
-        sequence.promise = request.arrival + promised
+        sequence.promise = request.arrival + promised - min(request.beside, promised / 2)
         sequence.stretched = _ALONE * alone > service.ttft
         if request.deadline:
             sequence.promise = min(sequence.promise, request.deadline)
@@ -182,6 +182,7 @@ class Promises(Policy):
         if now + own <= sequence.promise or sequence.known > sequence.prompt_len or not math.isfinite(ttft):
             return False
         sequence.promise = now + _AGAIN * ttft
+        self._forecast.kept(sequence.request, promise=False)
         return True
 
     def urgent(self, sequence: Sequence, now: float, decode: Load) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
@@ -67,6 +68,7 @@ class Gate:
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["request_id"] = request_id.decode()
+        scope["began"] = time.time()
         scope["error_shape"] = shape = self.shapes.of(scope["path"])
 
         async def send_named(message: Message) -> None:

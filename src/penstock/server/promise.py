@@ -23,9 +23,11 @@ class Promise(NamedTuple):
     deadline: float
     waits: bool
 
-    def give(self, requests: Sequence[Request]) -> None:
+    def give(self, requests: Sequence[Request], began: float, after: float) -> None:
+        """The HTTP request came at `began`; the engine's first token is expected to be sent `after` so many seconds."""
         for request in requests:
             request.tier, request.deadline, request.waits = self
+            request.beside = max(0.0, request.arrival - began) + after
 
 
 def promised(classes: Collection[str], asked: str | None, headers: Mapping[str, str], key: Key | None,

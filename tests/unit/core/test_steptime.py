@@ -85,3 +85,16 @@ def test_steps_longer_than_all_seen_are_not_taken_to_be_free() -> None:
         times.learn(load, 0.005 + load.tokens * 2e-5)
     assert times.seconds(Load(1, 50_000)) == pytest.approx(1.0, rel=0.2)
     assert times.within(Load(8, 8, 3000.0), 0.1) == pytest.approx(4700, rel=0.2)
+
+
+def test_the_first_long_prompt_is_learned_from_at_once() -> None:
+    """After thousands of short ones, whose attention is too little to be seen."""
+    draw, times = random.Random(3), StepTime()
+    for _ in range(2000):
+        count = draw.randint(50, 200)
+        times.learn(Load(1, count, 0.0, count * count / 2), 0.002 + count ** 0.9 * 5e-5)
+    long = Load(1, 300, 0.0, 300 * 3000.0)
+    took = 0.002 + 300 * 3e-5 + long.work * 3e-8
+    assert times.seconds(long) < took / 2
+    times.learn(long, took)
+    assert times.seconds(long) > 0.7 * took

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
 from penstock.core.errors import EngineDeadError, RequestError
-from penstock.core.request import EngineInfo, Request
+from penstock.core.request import EngineInfo, Request, Timings, Update
 from penstock.core.sampling import SamplingParams
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.outputs import Outputs
-from penstock.engine.process import Call
+from penstock.engine.process import Call, EngineOutputs
+from penstock.server.promise import Promise
 
 
 class BrokenError(Exception):
@@ -97,3 +99,21 @@ def test_every_call_can_be_decoded() -> None:
     """Calls without an argument, too: an empty one would break the message."""
     for call in (Call("shutdown"), Call("abort", "", msgspec.Raw(msgspec.msgpack.encode(["a"])))):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=Call).name == call.name
+
+
+def test_what_first_tokens_take_behind_the_engine_is_measured() -> None:
+    """It is a part of the promises of later requests."""
+    llm, now = frontend(), time.time()
+    assert llm.traffic.delivery.late == 0
+    stream = llm.open([request("a")])
+    timings = Timings(now - 1.0, now - 0.9, now - 0.05, now - 0.01)
+    llm._on_outputs(EngineOutputs([Update("a", 0, [3], finish_reason="stop", timings=timings)], None))
+    assert not stream.open and 0.05 <= llm.traffic.delivery.late < 0.5
+    for _ in range(200):
+        llm.traffic.delivery.took(0.002)
+    assert llm.traffic.delivery.late == pytest.approx(0.002, rel=0.1)
+    made = [request("b"), request("c")]
+    for one in made:
+        one.arrival = now
+    Promise("interactive", 0.0, False).give(made, now - 0.03, llm.traffic.delivery.late)
+    assert [one.beside for one in made] == pytest.approx([0.032, 0.032], rel=0.1)

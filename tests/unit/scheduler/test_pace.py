@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load, StepTime
 from penstock.scheduler import pace as module
 
@@ -16,8 +19,10 @@ class Pace(module.Pace):
     def __init__(self, target: float | None, most: int) -> None:
         super().__init__(target, most, StepTime())
 
-    def tokens(self, decoding: int, reading: int, unread: int, waited: float, promised: float | None = None) -> int:
-        return super().tokens(Load(decoding, decoding), reading, unread, waited, promised)
+    def tokens(self, decoding: int | Load, reading: int, unread: int, waited: float, promised: float | None = None,
+               at: float = 0.0) -> int:
+        decode = Load(decoding, decoding) if isinstance(decoding, int) else decoding
+        return super().tokens(decode, reading, unread, waited, promised, at)
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         super().learn(Load(decoding + bool(tokens), decoding + tokens), decoding, seconds)
@@ -126,3 +131,44 @@ def test_it_follows_a_device_that_changes_and_is_not_led_astray() -> None:
         tokens = draw.choice([0, 0, 200, 900])
         pace.learn(30, tokens, (0.010 + tokens * 20e-6) * draw.uniform(0.8, 1.25))
     assert 270 < added(pace, 0.0) < 540
+
+
+def sequence(tokens: int, follows: str = "", stretched: bool = False) -> Sequence:
+    request = Request("b" if follows else "a", [1] * tokens, SamplingParams(max_tokens=9), follows=follows)
+    found = Sequence(request, 0, 0, 1 << 20)
+    found.stretched = stretched
+    return found
+
+
+def budget(pace: Pace, decoding: int, reading: list[Sequence], now: float, owners: set[str]) -> int:
+    return pace.budget(Load(decoding, decoding), reading, now, 0.2, owners)
+
+
+def test_further_prompts_of_a_request_add_little_to_the_steps_of_another() -> None:
+    """Not beside answers of the same request, nor the prompt of a request of its own."""
+    pace, many = learnt(Pace(0.050, 8192), 0.010, 20e-6, decoding=1), [sequence(1000, "first") for _ in range(40)]
+    assert budget(pace, 1, many, 1.0, {"other"}) < 300
+    assert budget(pace, 1, many, 1.0, {"first", "other"}) < 300
+    assert budget(pace, 1, many, 1.0, {"first"}) > 1500
+    assert budget(pace, 1, [sequence(1000) for _ in range(40)], 1.0, {"other"}) > 1500
+
+
+def test_where_short_prompts_come_a_long_one_leaves_room_for_the_next() -> None:
+    """Without any that decodes: a request that comes waits for the step that runs and for the next."""
+    pace, long = learnt(Pace(0.050, 8192), 0.010, 20e-6, decoding=1), [sequence(100_000)]
+    assert budget(pace, 0, long, 5.0, set()) == 8192
+    assert budget(pace, 0, [*long, sequence(500)], 6.0, set()) == pytest.approx(500 + 750, abs=130)
+    assert budget(pace, 0, long, 6.5, set()) == pytest.approx(750, abs=130)
+    assert budget(pace, 0, long, 7.1, set()) == 8192
+    budget(pace, 4, [sequence(500)], 8.0, {"c"})
+    assert budget(pace, 0, long, 8.5, set()) < 1000
+    assert budget(pace, 0, [sequence(500)] * 3, 8.6, set()) == 8192
+
+
+def test_one_long_step_is_none_where_attention_would_break_a_promise() -> None:
+    """The end of a long prompt, far from its beginning, beside one that decodes."""
+    pace = learnt(Pace(0.050, 1024), 0.005, 10e-6, decoding=1, tokens=900)
+    for _ in range(60):
+        module.Pace.learn(pace, Load(2, 901, 0.0, 900 * 30_000), 1, 0.015 + 900 * 30_000 * 1e-8)
+    late = pace.tokens(1, 1, 900, 0.0, 0.050, 30_000)
+    assert late < 300 < 900 < pace.tokens(1, 1, 900, 0.0, 0.050)
