@@ -142,6 +142,31 @@ except Exception as error:
 """
 
 
+TREES = PRELUDE + """
+import numpy as np
+from penstock.ops.attention import Geometry, Tree
+from penstock.ops.attention_triton import INVARIANT, TRITON
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+def attend(attention, counts, tree):
+    counts, size = np.array(counts, np.int32), Geometry(32, 8, 128, 16)
+    tokens, segments, ints = int(counts.sum()), len(counts), torch.int32
+    work = torch.from_numpy(attention.prepare(size, counts, counts + 300, segments, tokens)).to("meta")
+    attention.apply(empty(tokens, 32, 128), *[empty(100, 8, 16, 128)] * 2, empty(segments, 30, dtype=ints),
+                    empty(segments + 1, dtype=ints), empty(segments, dtype=ints), 0.1, work=work,
+                    tree=Tree(empty(segments, dtype=ints), empty(tokens, dtype=torch.int64)) if tree else None)
+
+with compile.recording(CHIP) as jobs:
+    attend(TRITON, [17, 17], False)
+    attend(TRITON, [200, 17], True)
+    attend(INVARIANT, [17, 17], True)
+work = compile.Compilation(jobs.values(), CHIP.capability)
+work.finish(registry.bind(FACTS, torch.bfloat16))
+print(json.dumps([len(jobs), work.compiled]))
+"""
+
 ONES = PRELUDE + """
 from penstock.ops import linear_invariant, linear_triton
 from penstock.ops.linear import Weight
@@ -213,6 +238,12 @@ def test_compiled_once_and_found(tmp_path: Path) -> None:
     then, _ = python(LAUNCH, tmp_path)
     assert then["known"] == [0, 2], "any number of rows launches the two kernels that are in the cache"
     assert then["other"] == 1 and then["names"] == ["normalise"], "a width that was not recorded is noticed"
+
+
+def test_attention_of_draft_trees_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter lets names change their types, the compiler does not."""
+    (jobs, compiled), _ = python(TREES, tmp_path)
+    assert jobs == compiled >= 4
 
 
 def test_sizes_of_one_compile(tmp_path: Path) -> None:

@@ -120,9 +120,10 @@ class EngineOptions:
     speculate: str = option(
         "off", "draft several tokens and verify them in one step: ngram finds them in the text so far, suffix in earlier "
         "answers too, lookahead in the model's own guesses, layer_skip asks the model's first layers, draft_model a small "
-        "model, eagle, eagle3 and medusa heads, mtp the checkpoint's own layer; auto takes speculative_model, else the own "
-        "layer, else suffix",
-        ("off", "auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp"),
+        "model, eagle, eagle3, medusa, dflash and dspark heads, mtp the checkpoint's own layer; auto takes "
+        "speculative_model, else the own layer, else suffix",
+        ("off", "auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp",
+         "dflash", "dspark"),
         group=SPECULATION)
     speculative_model: str | None = option(None, "folder or hub id of a draft model or draft head")
     num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", least=1)

@@ -27,8 +27,7 @@ from penstock.worker.staging import upload
 from penstock.worker.step import FAR, Branches, picks_of
 
 WORD = 64
-"""Drafts of a tree are fewer than the bits of a word: the last bit says that a draft is none."""
-_NONE = -(1 << 63)
+"""Drafts of a tree are at most the bits of a word."""
 _EACH = int(Want.EACH)
 _PLAIN = ~int(Feature.RANDOM | Feature.FILTER)
 
@@ -45,7 +44,8 @@ class Trees:
         self._chain = (1 << place) | ((1 << place) - 1), place.int(), place.int() + 1
         count = len(rows.tokens)
         self._bits, self._parent, self._depth = (line.repeat(count, 1) for line in self._chain)
-        """[row, draft] its ancestors and itself; the line of its parent within the segment, 0 being the root's; its depth."""
+        """[row, draft] its ancestors and itself; the line of its parent within the segment, 0 being the root's; its depth, 0
+        for one that is none."""
         self.planted = False
         """Whether the step has any tree that is not a chain."""
 
@@ -101,7 +101,7 @@ class Trees:
         row, start, nodes = lines.row[begin].long(), lines.position[begin].long() - 1, place[:-1]
         line = (begin[:, None] + place).clamp(max=len(chosen) - 1)
         bits, parent, depth = (table[row, :most - 1] for table in (self._bits, self._parent, self._depth))
-        valid = nodes < (size - 1)[:, None]
+        valid = (nodes < (size - 1)[:, None]) & (depth > 0)
         right = valid & (drafts[line[:, :-1]] == chosen[line].gather(1, parent.long()))
         matched = torch.where(right, 1 << nodes, 0).sum(1, keepdim=True)
         accepted = valid & ((bits & ~matched) == 0)
@@ -211,9 +211,9 @@ class Growth:
         for _ in self._depths:
             bits = own | torch.cat((torch.zeros_like(bits[:, :1]), bits), 1).gather(1, parent)
         depths = np.repeat(np.arange(1, len(self._depths) + 1), self._depths).astype(np.int32)
-        depth = F.pad(upload(depths, device), (0, 1), value=1)[order]
+        depth = F.pad(upload(depths, device), (0, 1))[order]
         none = score.gather(1, order).isneginf()
-        self._trees.plant(self._drafting, torch.where(none, own | _NONE, bits), parent.masked_fill(none, 0), depth)
+        self._trees.plant(self._drafting, torch.where(none, own, bits), parent.masked_fill(none, 0), depth.masked_fill(none, 0))
         counts = np.minimum(self._drafting.count, nodes)
         pairs = np.stack((np.repeat(np.arange(len(counts)), counts), within(counts))).astype(np.int32)
         segment, place = upload(pairs, device).long()
