@@ -25,7 +25,7 @@ from penstock.engine.engine import Engine
 from penstock.layers.decoder import Decoder
 from penstock.layers.experts import Experts, ExpertsSpec
 from penstock.models.registry import describe
-from penstock.parallel import runs
+from penstock.ops import messages
 from penstock.parallel.placement import Held
 from penstock.parallel.runs import Runs
 from tests.models.families import CASES, ENDS, Case, make
@@ -37,6 +37,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 MEMBERS = ["canary", *sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())]
 PROMPTS = [[1, 5, 9, 44, 17, 60, 8], [1, *range(40, 75)], [1, 44]]
 RANKS = (2, 3, 4)
+OVERLAPPED = {"kernels": {"messages": "overlapped"}}
 FIRST = [next(case for case in CASES if case.kind == kind) for kind in dict.fromkeys(case.kind for case in CASES)]
 """One case of each family."""
 
@@ -135,20 +136,19 @@ def test_long_sums_are_made_in_runs(name: str, ranks: int, stages: int, monkeypa
         seen.append((self.shares, len(self.borders)))
         return leave(self, compute)
 
-    monkeypatch.setattr(runs, "LEAST", 8)
+    monkeypatch.setattr(messages, "LEAST", 8)
     monkeypatch.setattr(Runs, "leave", watched)
     folder = "canary" if name == "canary" else ASSETS / name
     for batch, params in ((24, None), (64, None), (24, {"logprobs": 3, "prompt_logprobs": 2})):
-        same(folder, ranks, stages, params=params, max_num_batched_tokens=batch)
+        same(folder, ranks, stages, params=params, max_num_batched_tokens=batch, **OVERLAPPED)
     if name == "canary" and ranks == 2:
         same(folder, ranks, context_parallel_size=2, block_size=4)
     assert any(shares for shares, _ in seen) == (ranks > 2)
     assert max(count for _, count in seen) > 2
 
 
-def test_sums_in_runs_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "LEAST", 8)
-    monkeypatch.setattr(Threads, "overlaps", False)
+def test_long_sums_are_made_at_once_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "LEAST", 8)
     monkeypatch.setattr(Runs, "leave", None)
     same("canary", 2)
 
@@ -366,5 +366,5 @@ def test_layouts_drawn_at_random(seed: int, tmp_path: Path, monkeypatch: pytest.
     """Odd numbers of heads, fewer heads of keys than ranks, vocabularies and channels that do not divide, uneven stages."""
     case, layout, least = drawn(seed)
     make(case, tmp_path)
-    monkeypatch.setattr(runs, "LEAST", least)
-    same(tmp_path, **layout)
+    monkeypatch.setattr(messages, "LEAST", least)
+    same(tmp_path, **layout, **OVERLAPPED)

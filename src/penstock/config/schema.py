@@ -168,8 +168,7 @@ class EngineOptions:
                                                "on each; ray: actors of the Ray cluster that this machine is in", ("mp", "ray"))
     restart: str = option("none", "ranks: an engine that is lost is started again, once its requests have got their errors; "
                           "none: the server ends when no engine is left", ("none", "ranks"))
-    disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too, and sum long ones at "
-                                             "once, not in runs that travel while others are computed")
+    disable_custom_all_reduce: bool = option(False, "leave short messages between GPUs to NCCL, too")
     kv_events_config: dict[str, Any] = option({}, "publish KV cache events, as in vLLM: enable_kv_cache_events, publisher, "
                                               "endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
                                               group=OBSERVABILITY)

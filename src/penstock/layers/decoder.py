@@ -22,7 +22,7 @@ from penstock.layers.step import BASE, Adapted, StateView, Step, Works
 from penstock.ops.registry import Kernels
 from penstock.parallel.group import Group
 from penstock.parallel.lockstep import Lockstep
-from penstock.parallel.runs import Runs, runs_of
+from penstock.parallel.runs import Runs
 
 
 class Decoder:
@@ -147,10 +147,12 @@ class Decoder:
         return self._end(delta, residual, step.runs)
 
     def _runs(self, step: Step) -> Runs | None:
-        """Of few rows, sums are made at once; and where something else reads or adds to what a branch leaves."""
+        """None where sums are made at once; always where something else reads or adds to what a branch leaves."""
         if self.group is None or not any(self._parts) or self._taps or step.delta is not None:
             return None
-        return runs_of(self.group, len(step.tokens) if step.division is None else len(step.division.own))
+        tokens = len(step.tokens) if step.division is None else len(step.division.own)
+        count = self.kernels.messages(tokens)
+        return Runs(self.group, tokens, count) if count > 1 else None
 
     def _end(self, delta: torch.Tensor, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:
         if runs is not None:

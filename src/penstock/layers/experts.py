@@ -165,7 +165,7 @@ class Experts:
         """[E, R] int32: the rank of each replica, where ranks have other tokens, too."""
         self.held: Held | None = None
         """Of ranks that divide the experts: where each one is."""
-        self._data, self._payload = build.data, build.kernels.payload
+        self._data, self._payload, self._messages = build.data, build.kernels.payload, build.kernels.messages
         group = build.group if build.data is None else build.data.group
         if spec.slots:
             self._rank = 0 if group is None else group.rank
@@ -248,7 +248,7 @@ class Experts:
         assert self.placement is not None and self.owners is not None
         up, spec = self.up, self.spec
         tokens = Tokens(x, placed(picks, self.owners), placed(picks, self.placement), weights)
-        return together(data, tokens, self._payload, lambda x, places, shares: up.grouped.apply(
+        return together(data, tokens, self._payload, self._messages(data.most), lambda x, places, shares: up.grouped.apply(
             x, places, shares, up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward))
 
     def _with_shared(self, out: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Implementation:
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
-            "activation", "step", "payload", "sample", "sample_triton", "lora", "lora_triton", "linear_triton",
+            "activation", "step", "payload", "messages", "sample", "sample_triton", "lora", "lora_triton", "linear_triton",
             "linear_invariant", "coded_triton", "routing_triton", "experts_triton", "norm_triton", "rope_triton",
             "activation_triton", "step_triton", "latent", "latent_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
@@ -138,6 +138,7 @@ class Kernels:
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""
     payload: Payload
+    messages: Callable[[int], int]
     latent_write: LatentWrite
     head_linear: HeadMatrixOps
     attention: AttentionOps

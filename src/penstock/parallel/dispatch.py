@@ -1,9 +1,9 @@
 """Tokens on their way to the experts of other ranks and back, where each rank has tokens and experts of its own: attention by
 data.
 
-In decode steps all tokens go to all ranks in one message of a size that all know, so that CUDA graphs can hold it. In prompts
-whose picks leave out enough ranks, each token goes once to each rank that has one of its experts; the numbers are agreed first,
-which waits for the device. Many tokens are two batches: while one travels, the experts compute the other.
+All tokens go to all ranks in one message of a size that all know, so that CUDA graphs can hold it. Where long messages are to
+overlap, prompts are two batches: while one travels, the experts compute the other. If picks leave out enough ranks, each token
+then goes once to each rank that has one of its experts; the numbers are agreed first, which waits for the device.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import torch
 
 from penstock.parallel.lockstep import Lockstep
 
-LEAST = 512
-"""The fewest tokens of the largest rank for which numbers are agreed; twice as many are two batches."""
 _REACHED = 0.8
 """The largest share of ranks that a token's picks reach, with which each token goes to those alone."""
 
@@ -49,13 +47,14 @@ class Tokens(NamedTuple):
         return Tokens(*(one.tensor_split(parts)[number] for one in self))
 
 
-def together(data: Lockstep, tokens: Tokens, payload: Payload, compute: Compute) -> torch.Tensor:
-    """The experts' results [T, W] for this rank's tokens. All ranks call it, those without tokens too."""
+def together(data: Lockstep, tokens: Tokens, payload: Payload, runs: int, compute: Compute) -> torch.Tensor:
+    """The experts' results [T, W] for this rank's tokens. All ranks call it, those without tokens too. `runs`: in which so many
+    tokens as the largest rank has are exchanged, as `ops/messages.py` says."""
     ranks, picks = data.group.size, tokens.owners.shape[1]
-    parts = 2 if data.most >= 2 * LEAST and not data.decodes else 1
+    parts = 1 if data.decodes else min(2, runs)
     batches: Sequence[_Picked | _Everywhere]
     reached = 1 - (1 - 1 / ranks) ** picks
-    if data.most >= LEAST and not data.decodes and reached < _REACHED:
+    if parts > 1 and reached < _REACHED:
         batches = [_Picked(data, tokens.part(number, parts), payload) for number in range(parts)]
     else:
         room = -(-data.most // parts)

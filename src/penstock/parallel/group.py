@@ -36,8 +36,6 @@ class Group(ABC):
 
     rank: int
     size: int
-    overlaps = True
-    """Whether long sums may be made in runs (parallel/runs.py)."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ class Mesh:
             end()
 
 
-def join(place: Place, device: torch.device, peers: bool, overlaps: bool = True) -> Mesh:
-    """Meets the other ranks, if there are any. Waits for them. `peers`, `overlaps`: as Processes and Group have them."""
+def join(place: Place, device: torch.device, peers: bool) -> Mesh:
+    """Meets the other ranks, if there are any. Waits for them."""
     if place.alone:
         return Mesh()
     import torch.distributed as dist
@@ -43,7 +43,6 @@ def join(place: Place, device: torch.device, peers: bool, overlaps: bool = True)
         own = [[one.rank for one in every if (one.stage, one.context) == key]
                for key in product(range(place.stages), range(place.contexts))]
         tensor = Processes(place.tensor, place.tensors, world if len(own) == 1 else subgroup(own, place.rank), device, peers)
-        tensor.overlaps = overlaps
     if place.contexts > 1:
         own = [[one.rank for one in every if (one.stage, one.tensor) == key]
                for key in product(range(place.stages), range(place.tensors))]

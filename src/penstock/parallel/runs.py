@@ -13,11 +13,6 @@ import torch
 
 from penstock.parallel.group import Group
 
-LEAST = 1024
-"""The fewest rows of a run: enough tiles for all multiprocessors of a GPU."""
-MOST = 4
-"""The most runs. Only the last sums of a chain are not hidden."""
-
 AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(norm(x + residual), x + residual) of rows; the second may be `residual`, overwritten."""
 
@@ -25,11 +20,12 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 class Runs:
     """The runs of one step's rows, and the sums under way of the parts that a branch has left."""
 
-    def __init__(self, ranks: Group, tokens: int) -> None:
+    def __init__(self, ranks: Group, tokens: int, count: int) -> None:
+        """`tokens` rows in `count` runs."""
         self._ranks = ranks
         self.shares = ranks.size > 2 and tokens % ranks.size == 0
         unit = ranks.size if self.shares else 1
-        each = -(-tokens // (min(MOST, tokens // LEAST) * unit)) * unit
+        each = -(-tokens // (count * unit)) * unit
         self.borders: Sequence[tuple[int, int]] = [(at, min(tokens, at + each)) for at in range(0, tokens, each)]
         self._sums: list[Callable[[], torch.Tensor]] = []
         self._sign: torch.Tensor | None = None
@@ -78,8 +74,3 @@ class Runs:
         if stream.data_ptr() != residual.data_ptr():
             residual.copy_(stream)
         return normed
-
-
-def runs_of(ranks: Group, tokens: int) -> Runs | None:
-    """The runs of so many rows; None where there are too few."""
-    return Runs(ranks, tokens) if ranks.overlaps and tokens >= 2 * LEAST else None

@@ -190,8 +190,7 @@ class Rank:
 
     def _join(self) -> Mesh:
         """Meets the other ranks."""
-        own = not self._options.disable_custom_all_reduce
-        return join(self._place, self._device, own and self._options.nnodes == 1, own)
+        return join(self._place, self._device, not self._options.disable_custom_all_reduce and self._options.nnodes == 1)
 
     def _working(self, model: models.Decoder) -> memory.Working:
         """Returns the working memory of steps. Measuring it takes 2 s on a GPU, so the result is cached on disk for later
