@@ -214,8 +214,9 @@ def test_pairs_are_covered_by_few_routes() -> None:
 @pytest.mark.parametrize("route", sampled(PAIRS, 3, name=named))
 def test_trained(route: Route, tmp_path: Path) -> None:
     preemptions = _check(need(MODELS / "stories260k"), 512, route, tmp_path)
-    # With room for one sequence and little more, so many cannot be held.
-    assert preemptions > 0 or route["memory"] == "False" or route["batch"] != "32" or route["reuse"] == "again"
+    # With room for one sequence and little more, so many cannot be held; codes are a quarter of what the room is measured for.
+    few = route["memory"] == "False" or route["batch"] != "32" or route["reuse"] == "again" or route["codec"] != "auto"
+    assert preemptions > 0 or few
 
 
 @pytest.mark.parametrize("route", sampled(PAIRS, 8, 1, named))
