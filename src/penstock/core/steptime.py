@@ -85,7 +85,8 @@ class StepTime:
 
     def seconds(self, load: Load) -> float:
         """Predicted seconds of a step; 0 before anything is known."""
-        return sum(map(mul, self._terms(load), self.weights))
+        found: float = sum(map(mul, self._terms(load), self.weights))
+        return found
 
     def prompt(self, tokens: int, start: int = 0) -> float:
         """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it; 0 before anything

@@ -21,7 +21,8 @@ def codes(name: str, data: torch.Tensor) -> torch.Tensor:
     begin, nbytes = BYTES[name]
     block = data.unflatten(-1, (-1, nbytes))
     if name == "q8_0":
-        return block[..., begin:].flatten(1)
+        plain: torch.Tensor = block[..., begin:].flatten(1)
+        return plain
     if name in ("q4_0", "q4_1"):
         return torch.cat((block[..., begin:] & 15, block[..., begin:] >> 4), -1).flatten(1)
     if name == "q6_k":
