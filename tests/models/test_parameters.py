@@ -120,11 +120,7 @@ def test_deltas_on_every_projection_are_a_merged_model(case: fakes.Any, tmp_path
         def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return self.expand("head", x, out, bias)
 
-    class Adapted(Base):
-        pass
-
-    adapted = Adapted()
-    adapted.delta = Given()
+    adapted = Base(delta=Given())
     forward, head = decoder.forward, decoder.head
     prompt = torch.randint(3, 100, (PROMPT,), generator=generator).tolist()
     base = runner.prompt(0, prompt)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
@@ -54,6 +55,12 @@ class Load(NamedTuple):
     """Entries of the cache that segments of one token read together."""
     work: float = 0.0
     """Pairs of query and key of the longer segments: count * (start + count / 2) each."""
+
+
+@lru_cache(1 << 12)
+def _pieces(tokens: int) -> tuple[float, ...]:
+    """The part of so many tokens that lies in each piece."""
+    return tuple(min(max(tokens - first, 0.0), length) for first, length in _PIECES)
 
 
 class StepTime:
@@ -163,9 +170,7 @@ class StepTime:
 
     def _terms(self, load: Load) -> list[float]:
         """Without NumPy, because a single load is asked for several times for each request that arrives."""
-        padded = self._padded(load.tokens)
-        return [1.0, float(load.tokens > load.segments), load.segments, load.read, load.work,
-                *[min(max(padded - first, 0.0), length) for first, length in _PIECES]]
+        return [1.0, load.tokens > load.segments, load.segments, load.read, load.work, *_pieces(self._padded(load.tokens))]
 
     def _padded(self, tokens: int) -> int:
         at = bisect_left(self.buckets, tokens)

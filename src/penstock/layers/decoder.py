@@ -117,7 +117,7 @@ class Decoder:
         if self.spec.drafts:
             step.beside = self.entry(len(step.tokens))
         division, ends = step.division, step.ends if self.spec.ends else None
-        step.runs = self._runs(step)
+        step.runs = None if self.group is None else self._runs(step, self.group)
         if division is not None and self.context is not None:
             hidden = division.whole(self._divided(step, division.own), self.context)
             return hidden if ends is None else hidden.index_select(0, ends)
@@ -146,7 +146,7 @@ class Decoder:
         assert delta is not None
         return self._end(delta, residual, step.runs)
 
-    def _runs(self, step: Step) -> Runs | None:
+    def _runs(self, step: Step, group: Group) -> Runs | None:
         """None where sums are made at once; always where something else reads or adds to what a branch leaves."""
         if self.group is None or not any(self._parts) or self._taps or step.delta is not None:
             return None

@@ -38,8 +38,10 @@ class Batch:
         running, at, preempted = list(queues.running), 0, False
         budget = self._budget(step, running, now)
         head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
-        hinted, spare = drafting.active, self.spare()
-        resting, answering = self._resting(), list[Sequence]()
+        hinted = drafting.active
+        spare = self.spare() if hinted else 0
+        resting: set[Sequence] = self._resting() if self._limits.stages > 1 else set()
+        answering: list[Sequence] = []
         sequences, counts = step.sequences, step.counts
         while at < len(running):
             sequence = running[at]
@@ -126,11 +128,9 @@ class Batch:
         return max(len(running), self._pace.budget(step.decode, reading, now, step.tightest, owners))
 
     def _resting(self) -> set[Sequence]:
-        """The sequences that sit this step out. With several pipeline stages, each step takes an equal part of those that
+        """The sequences that sit this step out, of several pipeline stages: each step takes an equal part of those that
         decode, and none that the steps before it still compute, so that every stage has a step to compute."""
         stages, queues = self._limits.stages, self._queues
-        if stages == 1:
-            return set()
         recent = {sequence for step in islice(reversed(queues.in_flight), stages - 1) for sequence in step.sampling()}
         decoding = [sequence for sequence in queues.running if sequence.goal - sequence.planned == 1]
         ready = [sequence for sequence in decoding if sequence not in recent]

@@ -131,8 +131,10 @@ class Forecast:
         usable = self._margins[request.tier] * promised
         if free or request.waits or not (request.deadline or math.isfinite(service.ttft)) or late <= usable:
             return
-        raise RequestError(f"the first token would come after about {late:.1f} s, and {promised:.1f} s are promised to the "
-                           f"class {request.tier!r}; try again later, or send x-penstock-wait: true to wait",
+        # Neither has what the frontend takes, which a client knows nothing of.
+        beside = min(request.beside, promised)
+        raise RequestError(f"the first token would come after about {late + beside:.1f} s, and {promised + beside:.1f} s are "
+                           f"promised to the class {request.tier!r}; try again later, or send x-penstock-wait: true to wait",
                            code="overloaded", status=429, retry=max(1.0, late - usable))
 
 

@@ -155,15 +155,13 @@ class Promises(Policy):
 
     def charge_each(self, sequences: list[Sequence]) -> None:
         if len(self._tenants) == 1 and len(next(iter(self._shares.values()))) == 1:
-            counts = Counter({self._owner(sequence): len(sequences) for sequence in sequences[:1]})
-        else:
-            counts = Counter(map(self._owner, sequences))
+            if sequences:
+                request = sequences[0].request
+                self._charge(request.tenant, request.tier, len(sequences) * self._output_cost)
+            return
+        counts = Counter((sequence.request.tenant, sequence.request.tier) for sequence in sequences)
         for (tenant, tier), count in counts.items():
             self._charge(tenant, tier, count * self._output_cost)
-
-    @staticmethod
-    def _owner(sequence: Sequence) -> tuple[str, str]:
-        return sequence.request.tenant, sequence.request.tier
 
     def _charge(self, tenant: str, tier: str, cost: float) -> None:
         self._tenants[tenant].had += cost

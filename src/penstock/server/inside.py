@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ def inside(method: str, path: str, body: bytes, headers: Iterable[tuple[bytes, b
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
              "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
              "headers": [*headers, (b"content-length", str(len(body)).encode())], "client": ("127.0.0.1", 0),
-             "server": ("localhost", 80), "state": {}, **more}
+             "server": ("localhost", 80), "state": {}, "began": time.time(), **more}
     sent = False
 
     async def receive() -> dict[str, Any]:
