@@ -148,11 +148,11 @@ class Decoder:
 
     def _runs(self, step: Step, group: Group) -> Runs | None:
         """None where sums are made at once; always where something else reads or adds to what a branch leaves."""
-        if self.group is None or not any(self._parts) or self._taps or step.delta is not None:
+        if not any(self._parts) or self._taps or step.delta is not None:
             return None
         tokens = len(step.tokens) if step.division is None else len(step.division.own)
         count = self.kernels.messages(tokens)
-        return Runs(self.group, tokens, count) if count > 1 else None
+        return Runs(group, tokens, count) if count > 1 else None
 
     def _end(self, delta: torch.Tensor, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:
         if runs is not None:
