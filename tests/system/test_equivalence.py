@@ -224,8 +224,10 @@ def test_alternating_windows(alternating: Path, route: Route, tmp_path: Path) ->
     _check(alternating, 160, route, tmp_path)
 
 
-LATENT = covering(AXES | {axis: dict([next(iter(AXES[axis].items()))]) for axis in ("codec", "adapter")}, 2)
-"""The cache has no codecs for latents, and the test's adapters have other projections."""
+LATENT = covering(AXES | {axis: dict([next(iter(AXES[axis].items()))]) for axis in ("codec", "adapter")}
+                  | {"layout": {name: value for name, value in AXES["layout"].items() if name not in ("cp2", "tp3")}}, 2)
+"""The cache has no codecs for latents, contexts do not divide them, four of their pages are more than a third of the tiers'
+memory, and the test's adapters have other projections."""
 MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS}
 """Latents with experts; sinks and windows with experts. Both trained."""
 
