@@ -256,6 +256,15 @@ def elements(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def held_and_read(dialect: Dialect, tools: Tools, call: str, arguments: Any, right: bool) -> None:
+    """Whether the grammar allows the call is as said; read back, it has these arguments in any case."""
+    assert judge(node_grammar(structure(dialect, tools, True), {}), call) == [right]
+    parser = Parser(dialect, tools.given)
+    parser.push(call)
+    parser.finish()
+    assert json.loads(parser.message().calls[0].arguments) == arguments
+
+
 @pytest.mark.parametrize(("arguments", "right"), [
     ({"home": {"city": "Oslo <x>", "zip": None, "rooms": [{"size": 3}, {"size": 4}]}}, True), ({"home": {"zip": "x"}}, False),
     ({"home": {"city": "A", "zip": "5"}}, True), ({"home": {"city": "A", "rooms": [{"size": 0}]}}, False),
@@ -264,11 +273,7 @@ def elements(value: Any) -> str:
 def test_values_within_tags_are_elements(arguments: Any, right: bool) -> None:
     dialect, tools = dialects()["minimax_m3"], Tools([{"name": "f", "parameters": NESTED}])
     call = f'{MARK}<tool_call>\n{MARK}<invoke name="f">{elements(arguments)}{MARK}</invoke>\n{MARK}</tool_call>'
-    assert judge(node_grammar(structure(dialect, tools, True), {}), call) == [right]
-    parser = Parser(dialect, tools.given)
-    parser.push(call)
-    parser.finish()
-    assert json.loads(parser.message().calls[0].arguments) == arguments
+    held_and_read(dialect, tools, call, arguments, right)
 
 
 def test_values_whose_names_are_open_stay_json_within_tags() -> None:
@@ -278,8 +283,4 @@ def test_values_whose_names_are_open_stay_json_within_tags() -> None:
         if "tree" in said:
             said["tree"] = {"v": 1, "kids": [json.dumps(each) for each in arguments["tree"]["kids"]]}
         call = f'{MARK}<tool_call>\n{MARK}<invoke name="f">{elements(said)}{MARK}</invoke>\n{MARK}</tool_call>'
-        assert judge(node_grammar(structure(dialect, tools, True), {}), call) == [True]
-        parser = Parser(dialect, tools.given)
-        parser.push(call)
-        parser.finish()
-        assert json.loads(parser.message().calls[0].arguments) == arguments
+        held_and_read(dialect, tools, call, arguments, True)
