@@ -126,3 +126,18 @@ def test_tensors_that_do_not_fit_the_scheme_are_named(folders: tuple[Path, Path]
     assert "model.layers.3.mlp.up_proj.weight [64, 48]" in lines
     assert "model.layers.2.mlp.gate_proj.weight_t is [48, 60]; the config asks for [48, 64]" in lines
     assert "lm_head.peak is I8; weights can be F32, F16, BF16" in lines
+
+
+def test_norms_and_gates_know_the_matrix_that_reads_them(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a kernel can round activations for it on the way. A matrix is moved once, whoever knows it."""
+    decoder = open_model(folders[0])
+    for block in decoder.blocks:
+        (attention,), (mlp,) = block.stages
+        assert attention.pre is not None and mlp.pre is not None
+        assert getattr(attention.pre, "reader", None) is attention.body.linears[0].weight
+        assert getattr(mlp.pre, "reader", None) is mlp.body.linears[0].weight
+        up, down = (linear.weight for linear in mlp.body.linears)
+        assert up.reader is down
+    moved = list[torch.Tensor]()
+    up.move(lambda tensor: moved.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    assert len(moved) == 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ops import norm_triton
+from penstock.ops import activation_triton, coded_triton, norm_triton
+from penstock.ops.coded_forms import codes_of
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import close, random
+from tests.ops.test_coded_triton import ROUNDED, name, packed
 
 SHAPES = [(1, 64), (3, 33), (5, 288), (2, 1000), (1, 4096), (1100, 64)]
 """The last has rows that share a program; the others have one each."""
@@ -63,3 +67,26 @@ def test_heads_and_nothing() -> None:
     weight = random(64, seed=2).to(DEVICE)
     close(norm_triton.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6, 0.0), factor=2)
     assert norm_triton.rms_norm(x[:0].flatten(1), random(192, seed=3).to(DEVICE), 1e-6).shape == (0, 192)
+
+
+@pytest.mark.parametrize("scheme", ROUNDED, ids=name)
+def test_codes_for_the_next_product(scheme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm and a gate leave the codes that a kernel of their own would make, and the product takes those."""
+    for rows, k in ((1, 384), (3, 1280), (1100, 128)):
+        weight, _, _ = packed(scheme, 128, k, torch.float16)
+        x, residual, gain = (matrix(count, k, torch.float16, seed) for seed, count in enumerate((rows, rows, 1)))
+        halves = matrix(rows, 2 * k, torch.float16, 4)
+        halves[0] = 0
+        for out in (norm_triton.rms_norm(x, gain[0], 1e-5, 0.0, weight),
+                    norm_triton.add_rms_norm(x, residual, gain[0], 1e-5, 1.0, weight)[0],
+                    activation_triton.gated(halves, "silu", weight)):
+            found, plain = codes_of(out, weight), out.clone()
+            assert found is not None and codes_of(plain, weight) is None and codes_of(out[:1], weight) is None
+            for one, wanted in zip(found, coded_triton.quantized(plain, weight), strict=True):
+                assert one.shape == wanted.shape and torch.equal(one.float(), wanted.float())
+            ops = coded_triton.CodedTriton(False)
+            wanted = ops.apply(plain, weight)
+            with monkeypatch.context() as patch:
+                patch.setattr("penstock.ops.coded_kernels.quantize", None)
+                assert torch.equal(ops.apply(out, weight), wanted)
+    assert codes_of(norm_triton.rms_norm(x, gain[0], 1e-5), weight) is None

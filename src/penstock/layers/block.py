@@ -71,6 +71,8 @@ class Branch:
         self.pre = build_norm(spec.pre, f"{path}.pre", build) if spec.pre is not None else None
         self.post = build_norm(spec.post, f"{path}.post", build) if spec.post is not None else None
         self.after = build_norm(spec.after, f"{path}.after", build) if spec.after is not None else None
+        if isinstance(self.pre, RMSNorm):
+            self.pre.reader = next((one.weight for one in self.body.linears if one.weight.k == spec.body.width), None)
         self.scale = spec.scale
         self.same = spec.same
         self.replaces = spec.replaces

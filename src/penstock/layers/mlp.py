@@ -71,6 +71,7 @@ class MLP:
         self.up: Linear = Xielu(spec.input, inner, build, f"{path}.act") if spec.activation == "xielu" else Activated(
             spec.input, inner, build, spec.activation, spec.gated)
         self.down = Linear(spec.output, f"{path}.down", build)
+        self.up.weight.reader = self.down.weight
 
     @property
     def linears(self) -> Sequence[Linear]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from penstock.layers.build import Build
 from penstock.layers.parameter import Parameter
+from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
 
 
@@ -59,22 +61,25 @@ class RMSNorm:
         self.offset = spec.offset
         self._norm = build.kernels.rms_norm
         self._add_norm = build.kernels.add_rms_norm
+        self.reader: Weight | None = None
+        """The matrix that results are multiplied with first."""
         self.ranks: Group | None = None
         """The ranks whose parts `add` is given, if it is not given their sum."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, W], last dimension contiguous."""
-        return self._norm(x, self.weight, self.eps, self.offset)
+        return self._norm(x, self.weight, self.eps, self.offset, self.reader)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); `residual` may be overwritten."""
         if self.ranks is not None:
-            return self.ranks.add_norm(x, residual, self.weight, self.eps, self.offset, self._add_norm)
+            return self.ranks.add_norm(x, residual, self.weight, self.eps, self.offset,
+                                       partial(self._add_norm, reader=self.reader))
         return self.add_own(x, residual)
 
     def add_own(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`add`, of which x is all."""
-        return self._add_norm(x, residual, self.weight, self.eps, self.offset)
+        return self._add_norm(x, residual, self.weight, self.eps, self.offset, self.reader)
 
 
 class LayerNorm:

@@ -1,4 +1,5 @@
-"""The Triton kernel of ops/activation_triton.py, and the activation functions that other kernels inline."""
+"""The Triton kernel of ops/activation_triton.py, and for other kernels to inline the activation functions and the rounding of
+activations to codes."""
 
 from __future__ import annotations
 
@@ -26,10 +27,38 @@ def activate(x, kind: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=("stride",))
-def apply(x, out, stride, width: tl.constexpr, block: tl.constexpr, align: tl.constexpr, kind: tl.constexpr,
-          gated: tl.constexpr, linked: tl.constexpr):
+@triton.jit
+def rounded(v, fixed, axis: tl.constexpr, most: tl.constexpr, dtype: tl.constexpr):
+    """(codes, scales) of v, rounded and saturated: a scale is the largest magnitude along the axis / `most`, `fixed` if it is
+    given, and 1 where all is zero."""
+    scale = tl.max(tl.abs(v), axis) / most
+    scale = tl.where(scale > 0, scale, 1.0)
+    if fixed is not None:
+        scale = tl.zeros_like(scale) + tl.load(fixed)
+    least: tl.constexpr = -128.0 if dtype == tl.int8 else -most
+    y = tl.minimum(tl.maximum(v / tl.expand_dims(scale, axis), least), most)
+    if dtype == tl.int8:
+        # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        y = (y + 12582912.0) - 12582912.0
+    return y.to(dtype), scale
+
+
+@triton.jit
+def store_rounded(y, row, column, inside, rows, width, codes, scales, fixed, span: tl.constexpr, most: tl.constexpr):
+    """codes [rows, width] and scales [spans, rows] of y [R, C], whose rows and columns are `row` [R, 1] and `column` [1, C]:
+    a scale for each `span` columns. `inside` [R, C]: where y is the matrix's; elsewhere it is 0."""
+    spans: tl.constexpr = y.shape[1] // span
+    code, scale = rounded(tl.reshape(y.to(tl.float32), (y.shape[0], spans, span)), fixed, 2, most, codes.dtype.element_ty)
+    tl.store(codes + row * width + column, tl.reshape(code, y.shape), mask=inside)
+    place = tl.min(column, 1) // span + tl.arange(0, spans)[None, :]
+    tl.store(scales + place * rows + row, scale, mask=(row < rows) & (place * span < width))
+
+
+@triton.jit(do_not_specialize=("stride", "rows"))
+def apply(x, out, codes, scales, fixed, stride, rows, width: tl.constexpr, block: tl.constexpr, align: tl.constexpr,
+          kind: tl.constexpr, gated: tl.constexpr, span: tl.constexpr, most: tl.constexpr, linked: tl.constexpr):
     """out [rows, width] = kind(x), times the second half of x's rows if gated. A program takes a block of one row.
+    With a `span` that divides blocks also the result's codes, see `store_rounded`.
 
     `stride` is x's row stride in units of `align` elements.
     """
@@ -46,4 +75,8 @@ def apply(x, out, stride, width: tl.constexpr, block: tl.constexpr, align: tl.co
         y = activate(y, kind) * z
     else:
         y = activate(y, kind)
-    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
+    y = y.to(out.dtype.element_ty)
+    tl.store(out + row * width + column, y, mask=inside)
+    if span > 0:
+        y = tl.where(inside, y, 0.0)[None, :]
+        store_rounded(y, row, column[None, :], inside[None, :], rows, width, codes, scales, fixed, span, most)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.ops import gguf_codes
+from penstock.ops import gguf_codes, gpu
 from penstock.ops.bits import FP4, unpack, with_bytes
 from penstock.ops.linear import Weight
 
@@ -62,6 +62,11 @@ class CodedWeight(Weight):
         return self.scale is torch.float16
 
     @property
+    def span(self) -> int:
+        """Columns of an activation that share a scale."""
+        return self.unit if self.scaled == "group" else self.k
+
+    @property
     def four(self) -> bool:
         return self.kind in ("int4", "e2m1", "table4")
 
@@ -95,6 +100,34 @@ class CodedWeight(Weight):
             return both.float() - (8.0 if self.form not in ("zeros", "shifts") else 0.0)
         table = torch.tensor(FP4, device=codes.device) if self.table is None else self.table
         return table[both.long()]
+
+
+def attached(out: torch.Tensor, reader: Weight | None) -> tuple[Any, Any, Any, int, float]:
+    """Room for the codes of activations `out` [rows, k], as the product with `reader` takes them: (codes, scales, fixed scale,
+    columns of a scale as a power of two, the largest code), which the kernel that writes `out` writes too. They stay with `out`
+    itself: no view of it has them. (None, None, None, 0, 0) where that product does not take codes."""
+    if not isinstance(reader, CodedWeight) or reader.scaled == "none" or reader.k != reader.padded or reader.order is not None:
+        return None, None, None, 0, 0.0
+    assert out.shape[1] == reader.k
+    codes, scales = empty_codes(out.shape[0], reader)
+    setattr(out, _CODES, (reader, codes, scales))
+    return codes, scales, reader.input_scale, gpu.covering(reader.span), MOST[reader.data.dtype]
+
+
+def codes_of(x: torch.Tensor, reader: CodedWeight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The codes and scales that came with x for this reader, or None."""
+    found = getattr(x, _CODES, None)
+    return found[1:] if found is not None and found[0] is reader else None
+
+
+def empty_codes(rows: int, reader: CodedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [rows, k] of activations, of the type of the matrix's, and scales [spans, rows]."""
+    device = reader.data.device
+    return (torch.empty(rows, reader.k, dtype=reader.data.dtype, device=device),
+            torch.empty(reader.padded // reader.span if reader.scaled == "group" else 1, rows, device=device))
+
+
+_CODES = "penstock_codes"
 
 
 def coded(scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedWeight:

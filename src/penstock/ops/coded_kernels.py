@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.activation_kernel import rounded
 from penstock.ops.linear_kernels import _dot, _finish, _place, _together
 
 
@@ -533,9 +534,7 @@ def decode(codes, words, gains, table, out, n, k, padded, spread, unit: tl.const
 @triton.jit(do_not_specialize=("stride",))
 def quantize(x, codes, scales, fixed, stride, k, block: tl.constexpr, span: tl.constexpr, align: tl.constexpr,
              most: tl.constexpr, linked: tl.constexpr):
-    """codes [rows, k] = x / scale, rounded and saturated; the scale is the largest magnitude of a program's columns / `most`,
-    `fixed` if it is given, and 1 where all is zero. A program takes `span` columns of a row; scales: [programs of a row, rows].
-    """
+    """codes [rows, k] and scales [programs of a row, rows] of x: see `rounded`. A program takes `span` columns of a row."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()
@@ -543,15 +542,6 @@ def quantize(x, codes, scales, fixed, stride, k, block: tl.constexpr, span: tl.c
     column = tl.program_id(1) * span + tl.arange(0, block)
     inside = (tl.arange(0, block) < span) & (column < k)
     v = tl.load(x + row * (stride.to(tl.int64) * align) + column, mask=inside, other=0.0).to(tl.float32)
-    if fixed is None:
-        scale = tl.max(tl.abs(v), 0) / most
-        scale = tl.where(scale > 0, scale, 1.0)
-    else:
-        scale = tl.load(fixed)
+    code, scale = rounded(v, fixed, 0, most, codes.dtype.element_ty)
     tl.store(scales + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + row, scale)
-    least: tl.constexpr = -128.0 if codes.dtype.element_ty == tl.int8 else -most
-    y = tl.minimum(tl.maximum(v / scale, least), most)
-    if codes.dtype.element_ty == tl.int8:
-        # Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even.
-        y = (y + 12582912.0) - 12582912.0
-    tl.store(codes + row * k + column, y.to(codes.dtype.element_ty), mask=inside)
+    tl.store(codes + row * k + column, code, mask=inside)

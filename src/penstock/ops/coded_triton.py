@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops import activation_triton, gpu
-from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded
+from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded, codes_of, empty_codes
 from penstock.ops.linear_triton import Tile, parts_of, tickets_of
 from penstock.ops.registry import register
 
@@ -140,10 +140,12 @@ def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
     out = torch.empty(1, n, dtype=dtype, device=x.device)
     wide, deep, warps, stages, ahead = (4, 2048, 4, 4, 2) if k > 8192 else (4 if gate is not None else 8, 512, 2, 6, 4)
     deep = min(deep, gpu.covering(k))
+    v, scale = codes_of(x, weight) or (x, weight.input_scale)
     kernels.matvec[(-(-n // wide),)](
-        x, weight.data, weight.gains, weight.input_scale, bias, out, n, k, wide=wide, deep=deep, stages=stages,
+        v, weight.data, weight.gains, scale, bias, out, n, k, wide=wide, deep=deep, stages=stages,
         ahead=min(ahead, k // deep), even=k % deep == 0, kind=gate, linked=linked, whole=gpu.covering(k),
-        most=0.0 if weight.scaled == "none" else MOST[FP8], num_warps=warps, num_stages=stages, launch_pdl=linked)
+        most=0.0 if weight.scaled == "none" or v.dtype is FP8 else MOST[FP8], num_warps=warps, num_stages=stages,
+        launch_pdl=linked)
     return out
 
 
@@ -162,20 +164,20 @@ def dottable(x: torch.Tensor, weight: CodedWeight) -> bool:
 
 
 def quantized(x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """x's codes, of the type of the matrix's, and their scales: [1, rows], or [units, rows] if each unit has its own."""
+    """x's codes, and their scales: as they came with x, or by a kernel of their own."""
+    found = codes_of(x, weight)
+    if found is not None:
+        return found
     from penstock.ops.coded_kernels import quantize
 
     rows, k = x.shape
-    kind = weight.data.dtype
-    span = weight.unit if weight.scaled == "group" else k
-    pieces = weight.padded // span if weight.scaled == "group" else 1
-    codes = torch.empty(rows, k, dtype=kind, device=x.device)
-    scales = torch.empty(pieces, rows, dtype=torch.float32, device=x.device)
+    codes, scales = empty_codes(rows, weight)
     if rows == 0:
         return codes, scales
-    linked, align, block = gpu.linked(x.device), aligned(x), gpu.covering(span)
-    quantize[(rows, pieces)](x, codes, scales, weight.input_scale, x.stride(0) // align, k, block=block, span=span, align=align,
-                             most=MOST[kind], linked=linked, num_warps=max(1, min(16, block // 256)), launch_pdl=linked)
+    linked, align, block = gpu.linked(x.device), aligned(x), gpu.covering(weight.span)
+    quantize[(rows, len(scales))](
+        x, codes, scales, weight.input_scale, x.stride(0) // align, k, block=block, span=weight.span, align=align,
+        most=MOST[codes.dtype], linked=linked, num_warps=max(1, min(16, block // 256)), launch_pdl=linked)
     return codes, scales
 
 
@@ -238,7 +240,7 @@ class CodedTriton:
             else:
                 cut = cut or MANY
                 y = launch(cut, codes, scales, weight, bias, dtype, fused)
-        return y if gate is None or fused is not None else activation_triton.gated(y, gate)
+        return y if gate is None or fused is not None else activation_triton.gated(y, gate, weight.reader)
 
     def apply(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -47,14 +47,15 @@ class StoredOps(MatrixOps, Protocol):
 class RmsNorm(Protocol):
     """ops/norm.py."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0,
+                 reader: Weight | None = None) -> torch.Tensor: ...
 
 
 class AddRmsNorm(Protocol):
     """ops/norm.py."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                 offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]: ...
+                 offset: float = 0.0, reader: Weight | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class LayerNorm(Protocol):

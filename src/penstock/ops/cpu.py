@@ -262,7 +262,8 @@ class CpuOperations:
         self._cache_write = lib.penstock_cache_write
         self.attention_ = lib.penstock_attention
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0,
+                 reader: Weight | None = None) -> torch.Tensor:  # noqa: ARG002
         shape = x.shape
         if x.dim() > 3:
             x = x.flatten(0, -2).contiguous()
@@ -275,7 +276,7 @@ class CpuOperations:
         return out
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                     offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+                     offset: float = 0.0, reader: Weight | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
         rows, width = x.shape
         out = torch.empty(rows, width, dtype=x.dtype)
         self._add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, x.stride(0),

@@ -20,7 +20,7 @@ class Weight:
     """A packed [N, K] matrix. The layout of `data` is private to the implementation that packed it; `nbytes` is its size in
     memory."""
 
-    __slots__ = ("data", "dtype", "k", "n", "nbytes", "ops")
+    __slots__ = ("data", "dtype", "k", "n", "nbytes", "ops", "reader")
 
     def __init__(self, data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> None:
         self.data = data
@@ -28,12 +28,14 @@ class Weight:
         self.k = k
         self.dtype = dtype
         self.nbytes = data.numel() * data.element_size()
+        self.reader: Weight | None = None
+        """The matrix that reads the activated product, for kernels that round activations for it on the way."""
         self.ops: MatrixOps
         """The kernel that has packed it and reads it; set by `quant/scheme.py::pack`."""
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every tensor of which it is made by another of the same shape, type and strides."""
-        for name in (name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())):
+        for name in (name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ()) if name != "reader"):
             value = getattr(self, name, None)
             if isinstance(value, torch.Tensor):
                 setattr(self, name, change(value))

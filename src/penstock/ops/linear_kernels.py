@@ -71,8 +71,8 @@ def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: t
 
     A thread accumulates its own columns in float32; the program reduces them once, at the end. The first `ahead` blocks of the
     weight, which k must have, are loaded before the wait for the kernel that writes x. FP8 codes: `gains` are factors of their
-    rows, and with `most`, their largest magnitude, x is rounded to codes too, as ops/coded_kernels.py::quantize does it with
-    `fixed`; `whole` is a power of two of at least k.
+    rows, and x is codes times the scale `fixed`, or with `most`, their largest magnitude, it is rounded to codes here, as by
+    ops/coded_kernels.py::quantize; `whole` is a power of two of at least k.
     """
     rows = tl.program_id(0) * wide + tl.arange(0, wide)
     columns = tl.arange(0, deep)
@@ -91,13 +91,12 @@ def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: t
         gdc_wait()
     dtype: tl.constexpr = weight.dtype.element_ty
     scale = 1.0
-    if most > 0:
-        if fixed is None:
-            every = tl.arange(0, whole)
-            scale = tl.max(tl.abs(tl.load(x + every, mask=every < k, other=0.0).to(tl.float32)), 0) / most
-            scale = tl.where(scale > 0, scale, 1.0)
-        else:
-            scale = tl.load(fixed)
+    if fixed is not None:
+        scale = tl.load(fixed)
+    elif most > 0:
+        every = tl.arange(0, whole)
+        scale = tl.max(tl.abs(tl.load(x + every, mask=every < k, other=0.0).to(tl.float32)), 0) / most
+        scale = tl.where(scale > 0, scale, 1.0)
     total = tl.zeros((wide, deep), tl.float32)
     other = tl.zeros((wide, deep), tl.float32)
     for i in tl.static_range(ahead):

@@ -6,11 +6,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.activation_kernel import store_rounded
+
 
 @triton.jit(do_not_specialize=("rows", "x_stride", "residual_stride"))
-def normalise(x, residual, weight, bias, out, rows, x_stride, residual_stride, eps, offset, width: tl.constexpr,
-              block: tl.constexpr, tall: tl.constexpr, align: tl.constexpr, centred: tl.constexpr, linked: tl.constexpr):
-    """out [rows, width] = norm(x + residual) * (offset + weight) + bias; the sum, rounded, replaces residual.
+def normalise(x, residual, weight, bias, out, codes, scales, fixed, rows, x_stride, residual_stride, eps, offset,
+              width: tl.constexpr, block: tl.constexpr, tall: tl.constexpr, align: tl.constexpr, centred: tl.constexpr,
+              span: tl.constexpr, most: tl.constexpr, linked: tl.constexpr):
+    """out [rows, width] = norm(x + residual) * (offset + weight) + bias; the sum, rounded, replaces residual. With a `span`
+    that divides the block also out's codes, see ops/activation_kernel.py::store_rounded.
 
     Residual and bias may be None. A program takes `tall` rows, each of which fits in a block. Strides are in units of `align`
     elements, so that loads can be vectorised.
@@ -34,4 +38,7 @@ def normalise(x, residual, weight, bias, out, rows, x_stride, residual_stride, e
     y = v * tl.rsqrt(tl.sum(v * v, 1)[:, None] / width + eps) * w
     if bias is not None:
         y += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
+    y = y.to(out.dtype.element_ty)
+    tl.store(out + row * width + column, y, mask=inside)
+    if span > 0:
+        store_rounded(tl.where(inside, y, 0.0), row, column, inside, rows, width, codes, scales, fixed, span, most)
