@@ -89,6 +89,8 @@ def test_metrics(server: Served) -> None:
     assert grown["vllm:prompt_tokens_total"] == 2 and grown["vllm:generation_tokens_total"] == 10
     assert grown["vllm:request_success_total{length}"] == 2
     assert grown["vllm:time_to_first_token_seconds_count"] == 2 == grown["vllm:e2e_request_latency_seconds_count"]
+    assert grown["vllm:iteration_tokens_total_sum"] == 12 and grown["vllm:iteration_tokens_total_count"] >= 5
+    assert grown["vllm:request_num_preemptions_count"] == 2 and grown["vllm:request_num_preemptions_sum"] == 0
     assert grown["vllm:inter_token_latency_seconds_count"] == 8 and grown["vllm:request_queue_time_seconds_count"] == 2
     assert after["penstock:pages_used"] == 0 < after["penstock:pages_total"]
     assert grown["penstock:worker_seconds_total"] >= grown["penstock:kernel_seconds_total"] > 0

@@ -53,6 +53,17 @@ def gathered(stream: Any) -> tuple[str, list[dict[str, str]], str | None]:
     return content, calls, finish
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_the_message_of_a_forced_call(client: openai.OpenAI, choice: Any) -> None:
+    """An empty text and a list of calls, as vLLM's clients read it; a call that the limit cut off is none."""
+    asked: dict[str, Any] = {"model": NAME, "messages": ASK, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.message.content == "" and len(whole.message.tool_calls) == 1 and whole.finish_reason == "tool_calls"
+    cut = client.chat.completions.create(**asked, max_tokens=2).choices[0]
+    assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == ("", [], "length")
+    assert gathered(client.chat.completions.create(**asked, max_tokens=2, stream=True)) == ("", [], "length")
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_canary_calls_the_right_tool(client: openai.OpenAI, streamed: bool) -> None:
     items = [calling.call(Random(seed), 0.3) for seed in range(40)]

@@ -13,16 +13,19 @@ import httpx
 import pytest
 
 from tests.data import MODELS, need
-from tests.system.served import Served, error_of, served
+from tests.system.served import TEMPLATE, Served, error_of, served
 
 NAMES = ("vllm:num_requests_waiting_by_reason", "vllm:engine_sleep_state", "vllm:spec_decode_num_draft_tokens_total",
          "vllm:spec_decode_num_accepted_tokens_total", "vllm:lora_requests_info", "vllm:kv_cache_usage_perc",
          "vllm:request_success_total", "vllm:time_to_first_token_seconds_bucket", "vllm:cache_config_info")
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 4, "temperature": 0}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(need(MODELS / "stories260k"), "--max-model-len", "512") as server:
+    with served(need(MODELS / "stories260k"), "--max-model-len", "512", "--chat-template", TEMPLATE) as server:
         yield server
 
 
@@ -44,7 +47,9 @@ def test_tokens_in_and_out(server: Served) -> None:
     assert [choice["token_ids"] for choice in many["choices"]] == [wanted] * 2
     assert len(many["choices"][0]["logprobs"]["content"]) == 12
     short = server.post("/inference/v1/generate", token_ids=ids).json()
-    assert short["usage"]["completion_tokens"] <= 16, "vLLM's default"
+    assert short["usage"]["completion_tokens"] > 16, "up to the context's end, as in a chat"
+    scored = server.post("/inference/v1/generate", token_ids=ids, sampling_params={**sampling, "logprobs": 0}).json()
+    assert all(len(entry["top_logprobs"]) == 1 for entry in scored["choices"][0]["logprobs"]["content"])
 
 
 @pytest.mark.parametrize("body, param", [
@@ -53,6 +58,32 @@ def test_tokens_in_and_out(server: Served) -> None:
 ])
 def test_refused_generations(server: Served, body: dict[str, Any], param: str) -> None:
     assert (error_of(server.post("/inference/v1/generate", **body))["param"] or "").startswith(param)
+
+
+def test_attributes_that_vllms_clients_read(server: Served) -> None:
+    """Null where nobody asked: a client that reads them must not fail."""
+    text, chat = server.complete(prompt=[5, 6, 7], max_tokens=3), server.post("/v1/chat/completions", **CHAT).json()
+    assert {name: text["choices"][0][name] for name in ("token_ids", "prompt_token_ids", "prompt_logprobs")} == dict.fromkeys(
+        ("token_ids", "prompt_token_ids", "prompt_logprobs"))
+    assert text["kv_transfer_params"] is chat["kv_transfer_params"] is chat["prompt_token_ids"] is None
+    message = chat["choices"][0]["message"]
+    assert {message[name] for name in ("reasoning", "annotations", "audio", "function_call", "refusal")} == {None}
+    assert "tool_calls" not in message and chat["choices"][0]["token_ids"] is None
+    same = server.post("/invocations", **CHAT).json()
+    assert same.keys() == chat.keys() and same["choices"] == chat["choices"]
+
+
+def test_either_end_of_a_prompt_may_be_cut(server: Served) -> None:
+    asked = {"max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}
+    for side, kept in (("left", [8, 9, 10]), ("right", [5, 6, 7])):
+        found = server.complete(prompt=[*range(5, 11)], truncation_side=side, **asked)
+        assert found["choices"][0]["prompt_token_ids"] == kept
+    echoed = server.complete(prompt="Once upon a time there", echo=True, truncation_side="right", **asked)["choices"][0]
+    begun = server.post("/detokenize", tokens=echoed["prompt_token_ids"][1:]).json()["prompt"].strip()
+    assert begun and "Once upon".startswith(begun) and begun in echoed["text"] and "there" not in echoed["text"]
+    whole = server.post("/v1/embeddings", input=[5, 6, 7]).json()["data"][0]["embedding"]
+    cut = server.post("/v1/embeddings", input=[*range(5, 11)], truncate_prompt_tokens=3, truncation_side="right").json()
+    assert cut["data"][0]["embedding"] == whole and cut["usage"]["prompt_tokens"] == 3
 
 
 def test_abort(server: Served) -> None:
@@ -107,4 +138,5 @@ def test_metrics_have_vllms_names(server: Served) -> None:
     text = server.http.get("/metrics").text
     for name in NAMES:
         assert f"\n{name}{{" in text, name
+    assert 'kv_cache_size_tokens="' in text and 'kv_cache_max_concurrency="' in text
     assert 'reason="capacity"' in text and 'reason="deferred"' in text and 'sleep_state="awake"' in text

@@ -53,7 +53,7 @@ def _of(command: str, parser: Parser) -> Iterator[Words]:
         if not action.option_strings:
             found.subcommands.update(dict.fromkeys(choices, ""))
         for flag in action.option_strings:
-            if flag.startswith("--"):
+            if flag.startswith("--") and action.help != argparse.SUPPRESS:
                 found.flags[flag] = (action.help or "").replace("%%", "%")
                 if choices:
                     found.choices[flag] = choices

@@ -18,7 +18,7 @@ import msgspec
 from penstock import __version__
 from penstock.cli.layout import add_layout, laid_out
 from penstock.cli.model import add_models, model_or_canary, models_of
-from penstock.config.flags import add_flags, from_args, integer
+from penstock.config.flags import add_accepted, add_flags, from_args, integer
 from penstock.config.options import place
 from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.errors import ConfigError
@@ -37,6 +37,7 @@ def add(parser: ArgumentParser) -> None:
     add_layout(parser)
     add_flags(parser, EngineOptions, skip=("model",))
     add_flags(parser, ServerOptions)
+    add_accepted(parser)
 
 
 def run(args: Namespace) -> int:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
-from penstock.config.options import checked, unwrapped
+from penstock.config.options import ACCEPTED, checked, unwrapped
 from penstock.core.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -99,12 +99,18 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+    def parse_args(self, args: Any = (), namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args([self._dashed(word) for word in args], namespace)
         if unknown:
             self.error(self._unknown(unknown))
         path = getattr(found, "config", None)
         return found if path is None else self._completed(found, path)
+
+    def _dashed(self, word: str) -> str:
+        """The word, with dashes where a known flag was written with underscores."""
+        flag, equals, value = word.partition("=")
+        dashed = flag.replace("_", "-")
+        return dashed + equals + value if flag.startswith("--") and dashed in self.flags() else word
 
     def _completed(self, given: argparse.Namespace, path: str) -> argparse.Namespace:
         """`given`, and from the file that --config names what the command line leaves open."""
@@ -179,8 +185,16 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any], skip: Iterable[st
             continue
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(flag_name(field.name), default=argparse.SUPPRESS, dest=field.name, help=_help(field),
-                                   **_shape(field, hints[field.name]))
+        groups[title].add_argument(flag_name(field.name), *filter(None, [field.metadata["short"]]), default=argparse.SUPPRESS,
+                                   dest=field.name, help=_help(field), **_shape(field, hints[field.name]))
+
+
+def add_accepted(parser: argparse.ArgumentParser) -> None:
+    """Adds vLLM's flags that ask for what is done anyway, left out of the help."""
+    for name, values in ACCEPTED.items():
+        if flag_name(name) not in parser._option_string_actions:  # noqa: SLF001 (argparse has no public name for it)
+            shape: dict[str, Any] = {"action": "store_true"} if values[0] is True else {"choices": [str(one) for one in values]}
+            parser.add_argument(flag_name(name), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
 
 
 def from_args(args: argparse.Namespace, cls: type[Options], **more: Any) -> Options:

@@ -21,12 +21,17 @@ from penstock.parallel.axis import Place
 
 Options = TypeVar("Options")
 
-_IGNORED: dict[str, tuple[Any, ...]] = {
-    "disable_log_stats": (True, False),
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("disable_log_stats", "disable_frontend_multiprocessing", "disable_uvicorn_access_log"), (True, False)),
+    **dict.fromkeys(("disable_log_requests", "enable_auto_tool_choice", "enable_chunked_prefill", "enable_sleep_mode",
+                     "enable_prompt_tokens_details", "enable_server_load_tracking", "enable_tokenizer_info_endpoint"), (True,)),
+    **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config.backend"), ("auto", "guidance", "xgrammar")),
+    "api_server_count": (1,),
     "quantization": (None,),
+    "runner": ("auto", "generate", "pooling"),
     "tokenizer_mode": ("auto",),
 }
-"""Keywords of vLLM's that are no options here, with the values that change nothing and are therefore accepted."""
+"""Keywords and flags of vLLM's that are no options here, with the values that ask for what is done anyway."""
 
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -43,12 +48,12 @@ def engine_options(model: str | EngineOptions, given: Mapping[str, Any]) -> Engi
     for name, value in given.items():
         if name in known:
             wanted[name] = value
-        elif name not in _IGNORED:
-            near = difflib.get_close_matches(name, [*known, *_IGNORED], 3, 0.6)
+        elif name not in ACCEPTED:
+            near = difflib.get_close_matches(name, [*known, *ACCEPTED], 3, 0.6)
             hint = f"; similar are {', '.join(near)}" if near else f"; possible are {', '.join(sorted(known))}"
             raise ConfigError(f"there is no option {name!r}{hint}")
-        elif value not in _IGNORED[name]:
-            possible = ", ".join(map(repr, _IGNORED[name]))
+        elif value not in ACCEPTED[name]:
+            possible = ", ".join(map(repr, ACCEPTED[name]))
             raise ConfigError(f"{name}={value!r} is not supported; possible is {possible}")
     base = model if isinstance(model, EngineOptions) else EngineOptions(model=model)
     return checked(dataclasses.replace(base, **wanted))
@@ -76,7 +81,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     elif name == "dtype":
-        value = str(value).removeprefix("torch.")
+        value = {"half": "float16", "float": "float32"}.get(found := str(value).removeprefix("torch."), found)
     elif name in ("experts_on_device", "offload_weights") and isinstance(value, int | float):
         value = str(value)
     try:

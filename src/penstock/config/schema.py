@@ -17,14 +17,15 @@ LIMITS, OBSERVABILITY = "Limits", "Observability"
 
 
 def option(default: Any, doc: str, choices: tuple[str, ...] = (), *, group: str = "", least: float | None = None,
-           fraction: bool = False, commas: bool = True) -> Any:
+           fraction: bool = False, commas: bool = True, short: str = "") -> Any:
     """A documented dataclass field; flags, help and checks are generated from what is kept here.
 
     choices: the possible values, if they are few. group: the heading of this option and those after it. least: the smallest
     possible number. fraction: above 0 and at most 1. commas: whether one value of a list's flag may hold several, with commas
-    between.
+    between. short: a second name of the flag.
     """
-    metadata = {"doc": doc, "choices": choices, "group": group, "least": least, "fraction": fraction, "commas": commas}
+    metadata = {"doc": doc, "choices": choices, "group": group, "least": least, "fraction": fraction, "commas": commas,
+                "short": short}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -60,11 +61,11 @@ class EngineOptions:
                                      "a model is never run")
     load_format: str = option("auto", "auto: safetensors; dummy: random weights, for benchmarks", ("auto", "dummy"))
     quantization: str | None = option(None, "quantize a plain checkpoint while it is loaded: fp8, int8, int4, mxfp4, nvfp4, "
-                                      "nf4, q8_0, q4_0 ...; a quantized one's own method is found without this")
+                                      "nf4, q8_0, q4_0 ...; a quantized one's own method is found without this", short="-q")
     quantization_rules: dict[str, str] = option({}, "exceptions, as PATTERN=SCHEME: modules (with * or re:...), first or last "
                                                 "layer, and a scheme or plain; the first that fits decides")
     dtype: str = option("auto", "type of weights, activations and cache; auto: the checkpoint's",
-                        ("auto", "float32", "float16", "bfloat16"))
+                        ("auto", "float32", "float16", "bfloat16", "half", "float"))
     seed: int = option(0, "seed of dummy weights, and of the seeds drawn for requests without one")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens; by default the model's own, or what "
                                        "memory allows", group=MEMORY, least=2)
@@ -143,9 +144,9 @@ class EngineOptions:
                                    "always so on CPUs, on a GPU at the price of slower kernels")
     enforce_eager: bool = option(False, "capture no CUDA graphs: starts sooner, decodes slower")
     tensor_parallel_size: int = option(1, "devices (on a CPU: processes) that divide every layer among them",
-                                       group=PARALLEL, least=1)
+                                       group=PARALLEL, least=1, short="-tp")
     pipeline_parallel_size: int = option(1, "stages, each with some of the layers and on devices of its own, that work on "
-                                         "several steps at once", least=1)
+                                         "several steps at once", least=1, short="-pp")
     context_parallel_size: int = option(1, "ranks with equal weights that divide the positions of every context among them: "
                                         "the cache holds so many times as much", least=1)
     pipeline_layers: str = option("", "layers of each stage, as 10,12,10; by default such that stages take equal time")
@@ -156,7 +157,7 @@ class EngineOptions:
     eplb_config: dict[str, Any] = option({}, "num_redundant_experts: room for replicas of experts on all ranks together (0); "
                                          "step_interval: steps between two looks at the load (3000)")
     data_parallel_size: int = option(1, "engines with the whole model behind one server, which sends a request where least is "
-                                     "left to compute and its prompt may be cached", least=1)
+                                     "left to compute and its prompt may be cached", least=1, short="-dp")
     data_parallel_rank: int = option(0, "which of them this engine is; the server says so to each", least=0)
     data_parallel_rendezvous: str = option("", "folder in which engines that step together meet; the server says so to each")
     nnodes: int = option(1, "machines that together have the ranks of one engine; each runs this command with its own "

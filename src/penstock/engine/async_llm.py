@@ -375,7 +375,7 @@ class AsyncLLM:
         ready: dict[Stream, list[Delta]] = {}
         for delta in self.outputs.push(known):
             self._take(delta, now, ready)
-        self.traffic.count_gaps(now)
+        self.traffic.count_step(now)
         for stream, deltas in ready.items():
             stream.put(deltas, now)
         aborts = self.outputs.take_aborts()

@@ -22,7 +22,7 @@ from penstock.dialects.description import Reasoning
 from penstock.dialects.parser import Parser, opened
 from penstock.dialects.schemas import Tools
 from penstock.dialects.writing import structure, triggered
-from penstock.engine.retention import Marked, check_spans, resolve_spans, spans_of, written
+from penstock.engine.retention import Marked, Side, check_spans, resolve_spans, spans_of, written
 from penstock.engine.work import checkpoint
 from penstock.grammar.definition import define, node_grammar
 from penstock.text import ChatTemplate, Tokenizer
@@ -147,13 +147,14 @@ class Inputs:
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
                 priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),
-                keep_last: int | None = None, parsed: bool = False, adapter: str = "", predicted: str = "") -> Request:
+                keep: int | None = None, side: Side = "left", parsed: bool = False, adapter: str = "",
+                predicted: str = "") -> Request:
         """A request ready for the engine. RequestError for everything that cannot be honoured.
 
-        `add_special_tokens` applies to text. `salt`, `tenant`, `retain` and `adapter` are the Request's. `keep_last` keeps that
-        many tokens of the prompt's end (vLLM's truncate_prompt_tokens), -1 as many as fit; marks and spans are of the whole
-        prompt. The answer to a request that is `parsed` shows the markers of the model's dialect. Tokens of a
-        `predicted` text are tried as drafts.
+        `add_special_tokens` applies to text. `salt`, `tenant`, `retain` and `adapter` are the Request's. `keep` keeps that
+        many of the prompt's tokens (vLLM's truncate_prompt_tokens), -1 as many as fit, and cuts the others off at `side`;
+        marks and spans are of the whole prompt. The answer to a request that is `parsed` shows the markers of the model's
+        dialect. Tokens of a `predicted` text are tried as drafts.
         """
         if self.info.task != "generate":
             raise RequestError(f"this model cannot generate: its checkpoint has no language model's head, only what is needed "
@@ -162,15 +163,15 @@ class Inputs:
         if isinstance(prompt, Mapping):
             prompt, salt = _from_mapping(prompt, salt)
         checkpoint()
-        ids = self._ids(prompt.text if isinstance(prompt, Marked) else prompt, add_special_tokens, keep_last is not None)
+        ids = self._ids(prompt.text if isinstance(prompt, Marked) else prompt, add_special_tokens, keep is not None)
         retain = list(retain)
         if isinstance(prompt, Marked) and self.tokenizer is not None:
             retain += spans_of(prompt, ids, self.tokenizer, add_special_tokens)
         check_spans(retain)
-        kept = ids if keep_last is None else self._last(ids, keep_last, params)
+        kept = ids if keep is None else self._kept(ids, keep, side, params)
         params = self._with_defaults(params, len(kept))
         return Request(name, kept, params, list(self.eos_ids), time.time(), priority, salt, tenant,
-                       resolve_spans(retain, len(kept), len(ids) - len(kept)), adapter,
+                       resolve_spans(retain, len(kept), len(ids) - len(kept) if side == "left" else 0), adapter,
                        shown=self._shown if parsed else [], predicted=self._predicted(predicted, params))
 
     def _predicted(self, text: str, params: SamplingParams) -> bytes:
@@ -182,12 +183,12 @@ class Inputs:
         return array("I", self.tokenizer.encode(text, False)).tobytes()
 
     def pooling(self, name: str, prompt: str | Sequence[int], pool: Pool, *, add_special_tokens: bool = True, priority: int = 0,
-                salt: str = "", tenant: str = "", keep_last: int | None = None) -> Request:
+                salt: str = "", tenant: str = "", keep: int | None = None, side: Side = "left") -> Request:
         """A request that pools a prompt's hidden states. RequestError as for `request`, whose arguments these are."""
         checkpoint()
         params = SamplingParams(max_tokens=1, detokenize=False, seed=0)
-        ids = self._ids(prompt, add_special_tokens, keep_last is not None)
-        kept = ids if keep_last is None else self._last(ids, keep_last, params)
+        ids = self._ids(prompt, add_special_tokens, keep is not None)
+        kept = ids if keep is None else self._kept(ids, keep, side, params)
         if len(kept) >= self.info.max_model_len:
             raise RequestError(f"a text has {len(kept)} tokens; at most {self.info.max_model_len - 1} are possible; shorten "
                                "it, or send truncate_prompt_tokens", param="input", code="context_length_exceeded")
@@ -210,7 +211,8 @@ class Inputs:
         known = self.info.vocab_size + self.info.second
         if min(ids) < 0 or max(ids) >= known:
             wrong = next(token for token in ids if not 0 <= token < known)
-            raise RequestError(f"the prompt has token {wrong}; the model's vocabulary has ids 0 to {known - 1}", param="prompt")
+            raise RequestError(f"the prompt has token {wrong}, out of vocabulary: the model knows ids 0 to {known - 1}",
+                               param="prompt")
         return ids
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, whole: bool) -> list[int]:
@@ -228,14 +230,14 @@ class Inputs:
             size *= 4
         return tokenizer.encode(text, add_special_tokens)
 
-    def _last(self, ids: list[int], count: int, params: SamplingParams) -> list[int]:
+    def _kept(self, ids: list[int], count: int, side: Side, params: SamplingParams) -> list[int]:
         room = self.info.max_model_len - (params.max_tokens or 1)
         if count == -1:
             count = max(1, room)
         if not 1 <= count <= self.info.max_model_len:
             raise RequestError(f"truncate_prompt_tokens is {count}; possible are 1 to {self.info.max_model_len}, or -1 for as "
                                "many as fit", param="truncate_prompt_tokens")
-        return ids[-count:]
+        return ids[-count:] if side == "left" else ids[:count]
 
     def _with_defaults(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """`params` with all defaults filled in: max_tokens, seed, token sequences of bad words."""

@@ -232,12 +232,12 @@ class LLM:
         scores = scorer.scores(pairs, [one.vector for one in found])
         return [PoolingRequestOutput(str(place), [], pooled.ScoringOutput(score), True) for place, score in enumerate(scores)]
 
-    def _pool(self, texts: Sequence[Text], pool: Pool, use_tqdm: Bar, keep_last: int | None) -> list[PoolingRequestOutput]:
+    def _pool(self, texts: Sequence[Text], pool: Pool, use_tqdm: Bar, keep: int | None) -> list[PoolingRequestOutput]:
         """Runs pooling requests to completion. RequestError if one fails."""
         requests = []
         for place, text in enumerate(texts):
             with _naming(place, len(texts), "prompt"):
-                requests.append(self.inputs.pooling(str(self._count), text.prompt, pool, keep_last=keep_last,
+                requests.append(self.inputs.pooling(str(self._count), text.prompt, pool, keep=keep,
                                                     add_special_tokens=text.add_special_tokens))
             self._count += 1
         results = {request.id: PoolingRequestOutput.empty(request) for request in requests}

@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from penstock.core.errors import RequestError
 from penstock.core.request import MARKED_PRIORITY, PINNED, PROMPT, WHOLE, Span
@@ -28,6 +28,9 @@ MAX_SPANS = 16
 
 _TTL = re.compile(r"([0-9]{1,9})([smhd])")
 _UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+Side = Literal["left", "right"]
+"""The end at which a prompt that is too long loses tokens."""
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None

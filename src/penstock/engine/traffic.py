@@ -65,6 +65,7 @@ class Traffic:
         self._tenant_tokens: Counter[str] = Counter()
         self._gaps: Counter[tuple[float, int]] = Counter()
         """Tokens by when the one before came, and how many came at once."""
+        self._step_tokens = 0
         self.delivery = Delivery()
         self._list_words = 0
         """The device memory used by the open requests' sampling parameters, in 4-byte words."""
@@ -124,8 +125,11 @@ class Traffic:
         """Counts what the engine says of a sequence beside its tokens."""
         if update.finish_reason == "error":
             self.figures.finished["error"] += 1
+        self._step_tokens += len(update.token_ids)
         if update.token_ids and not update.index and not track.tokens:
-            self.figures.computed_prompts.observe(len(track.request.prompt_ids) - update.cached_tokens)
+            computed = len(track.request.prompt_ids) - update.cached_tokens
+            self.figures.computed_prompts.observe(computed)
+            self._step_tokens += computed
         track.cached = update.cached_tokens or track.cached
         timings = update.timings
         if timings is not None and timings.first_scheduled:
@@ -150,8 +154,11 @@ class Traffic:
             track.tokens[index] += count
         track.last[index] = now
 
-    def count_gaps(self, now: float) -> None:
-        """Counts the times between the tokens of a step."""
+    def count_step(self, now: float) -> None:
+        """Counts the tokens of a step, and the times between them and those of earlier ones."""
+        if self._step_tokens:
+            self.figures.step_tokens.observe(self._step_tokens)
+            self._step_tokens = 0
         for (last, count), tokens in self._gaps.items():
             self.figures.between_tokens.observe((now - last) / count, tokens)
         self._gaps.clear()

@@ -19,6 +19,9 @@ REQUEST_SECONDS = (.3, .5, .8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 
 """Bucket bounds in seconds, vLLM's, so that dashboards made for it fit; between tokens three finer ones are added."""
 
 
+SMALL_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
 def token_bounds(longest: int) -> tuple[float, ...]:
     """Bucket bounds for counts of tokens: 1, 2, 5, 10, ... up to `longest`."""
     found: list[float] = []
@@ -60,12 +63,11 @@ class Figures:
     def __init__(self, max_model_len: int) -> None:
         tokens = token_bounds(max_model_len)
         self.prompt_tokens = 0
-        self.cached_tokens = 0
         self.generation_tokens = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         """Sequences by why they ended."""
         self.refused = 0
-        self.preemptions = 0
+        self.preemptions = Histogram(SMALL_COUNTS)
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)
         self.between_tokens = Histogram(TOKEN_SECONDS)
         self.per_token = Histogram(TOKEN_SECONDS)
@@ -79,7 +81,9 @@ class Figures:
         """Prompt tokens that were not cached."""
         self.output_lengths = Histogram(tokens)
         self.max_tokens = Histogram(tokens)
-        self.sequences = Histogram((1.0, 2.0, 5.0, 10.0, 20.0))
+        self.sequences = Histogram(SMALL_COUNTS)
+        self.step_tokens = Histogram(2.0**power for power in range(15))
+        """Tokens of a step: those of prompts that were computed with it, and those generated."""
 
     def started(self, request: Request) -> None:
         """Counts a request that was submitted."""
@@ -91,6 +95,7 @@ class Figures:
 
     def ended(self, timings: Timings) -> None:
         """Counts where the time of a sequence went that had a row."""
+        self.preemptions.observe(timings.preemptions)
         self.queue.observe(max(0.0, timings.first_scheduled - timings.arrival))
         self.inference.observe(max(0.0, timings.finished - timings.first_scheduled))
         if timings.first_token:

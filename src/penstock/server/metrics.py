@@ -188,6 +188,8 @@ class EngineCollector(Collector):
             ("vllm:request_generation_tokens", "Output lengths, by sequence.", figures.output_lengths),
             ("vllm:request_params_max_tokens", "The most tokens asked for.", figures.max_tokens),
             ("vllm:request_params_n", "Sequences asked for in one request.", figures.sequences),
+            ("vllm:request_num_preemptions", "How often a sequence was preempted.", figures.preemptions),
+            ("vllm:iteration_tokens_total", "Tokens of a step: computed and generated ones.", figures.step_tokens),
         )
         for name, doc, histogram in named:
             family = HistogramMetricFamily(name, doc, labels=LABELS)
@@ -198,7 +200,9 @@ class EngineCollector(Collector):
         info = self.llm.info
         assert info is not None
         facts = {"block_size": info.page_size, "num_gpu_blocks": info.kv_tokens // info.page_size, "cache_dtype": info.dtype,
-                 "kv_bytes": info.kv_bytes, "kv_tokens": info.kv_tokens, "enable_prefix_caching": info.prefix_caching}
+                 "kv_bytes": info.kv_bytes, "kv_tokens": info.kv_tokens, "kv_cache_size_tokens": info.kv_tokens,
+                 "kv_cache_max_concurrency": f"{info.kv_tokens / info.max_model_len:.2f}",
+                 "enable_prefix_caching": info.prefix_caching}
         family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is laid out.", labels=("engine", *facts))
         family.add_metric(("0", *map(str, facts.values())), 1)
         return family

@@ -92,6 +92,22 @@ def test_what_is_wrong_is_said(words: list[str], expected: str, capsys: pytest.C
     assert expected in capsys.readouterr().err
 
 
+def test_flags_of_vllm_that_ask_for_what_is_done_anyway(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="penstock serve")
+    serve.add(parser)
+    words = ["m", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--runner", "pooling", "--api-server-count=1",
+             "--max_model_len", "5000", "--structured-outputs-config.backend", "xgrammar", "--disable-frontend-multiprocessing",
+             "-tp", "2", "-q", "fp8", "--dtype", "half"]
+    found = from_args(parser.parse_args(words), EngineOptions)
+    assert (found.tool_call_parser, found.max_model_len, found.dtype) == ("hermes", 5000, "float16")
+    assert (found.tensor_parallel_size, found.quantization) == (2, "fp8")
+    assert "frontend-multiprocessing" not in parser.format_help()
+    for words in (["--runner", "draft"], ["--no-enable-auto-tool-choice"], ["--api-server-count", "2"], ["--enable_nothing"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+    assert "unknown flag --enable_nothing" in capsys.readouterr().err
+
+
 def test_help_holds_every_option_s_documentation_and_default() -> None:
     parser = Parser(prog="sample")
     add_flags(parser, Sample)

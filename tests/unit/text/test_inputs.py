@@ -75,13 +75,14 @@ def test_the_output_fits_the_context() -> None:
         make().request("r", prompt, SamplingParams(max_tokens=None, min_tokens=15))
 
 
-def test_keeping_the_end_of_a_long_prompt() -> None:
+def test_keeping_a_part_of_a_long_prompt() -> None:
     ids = [1, *range(3, 203)]
-    assert make().request("r", ids, ANY, keep_last=3).prompt_ids == [200, 201, 202]
-    assert len(make().request("r", ids, ANY, keep_last=-1).prompt_ids) == LENGTH - 4
+    assert make().request("r", ids, ANY, keep=3).prompt_ids == [200, 201, 202]
+    assert make().request("r", ids, ANY, keep=3, side="right").prompt_ids == [1, 3, 4]
+    assert len(make().request("r", ids, ANY, keep=-1).prompt_ids) == LENGTH - 4
     for wrong in (0, -2, LENGTH + 1):
         with pytest.raises(RequestError, match="truncate_prompt_tokens"):
-            make().request("r", ids, ANY, keep_last=wrong)
+            make().request("r", ids, ANY, keep=wrong)
 
 
 def test_defaults_come_from_generation_config() -> None:

@@ -59,7 +59,7 @@ class AnswerChoice(msgspec.Struct):
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
     x_penstock: Flags | UnsetType = UNSET
 
 
@@ -72,8 +72,9 @@ class ChatCompletion(msgspec.Struct):
     object: str = "chat.completion"
     system_fingerprint: str | None = None
     service_tier: str | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[msgspec.Raw | None] | None = None
+    kv_transfer_params: None = None
     ledger: dict[str, Any] | UnsetType = UNSET
 
 
@@ -139,7 +140,7 @@ class ChatAnswer(ChoicesAnswer):
             logprobs = self._scores(growth.logprobs) if self.want_logprobs else None
             message = reading.whole("".join(growth.text))
             lines.append(AnswerChoice(index, message, logprobs, reading.finish_reason(growth.finish_reason),
-                                      growth.stop_reason, growth.token_ids if self.want_ids else UNSET, reading.flags))
+                                      growth.stop_reason, growth.token_ids if self.want_ids else None, reading.flags))
         answer = ChatCompletion(self.id, self.created, self.model, lines, self.usage(), ledger=self.ledger,
                                 system_fingerprint=self.system_fingerprint, service_tier=self.service_tier)
         if self.want_ids:

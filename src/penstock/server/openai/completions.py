@@ -33,8 +33,8 @@ class Choice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_logprobs: list[msgspec.Raw | None] | None = None
 
 
@@ -50,6 +50,7 @@ class Completion(msgspec.Struct):
     service_tier: str | None = None
     usage: Usage | UnsetType | None = UNSET
     ledger: dict[str, Any] | UnsetType = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
 
 
 class CompletionAnswer(ChoicesAnswer):
@@ -144,12 +145,16 @@ class CompletionAnswer(ChoicesAnswer):
     def whole(self) -> Completion:
         for request, growth in zip(self.requests, self.growths[::self.n], strict=True):
             self._scores[request.id] = growth.prompt_logprobs or []
-        return self._completion([self._whole_choice(i, growth) for i, growth in enumerate(self.growths)], self.usage(),
-                                self.ledger)
+        answer = self._completion([self._whole_choice(i, growth) for i, growth in enumerate(self.growths)], self.usage(),
+                                  self.ledger)
+        answer.kv_transfer_params = None
+        return answer
 
     def _whole_choice(self, index: int, growth: Growth) -> Choice:
         choice = self._choice(index, "".join(growth.text), growth.token_ids, growth.logprobs, True)
         choice.finish_reason, choice.stop_reason = growth.finish_reason, growth.stop_reason
+        if not self.want_ids:
+            choice.token_ids = choice.prompt_token_ids = None
         if self.want_prompt_logprobs:
             choice.prompt_logprobs = prompt_entries(self._scores[self.requests[index // self.n].id], self.namer)
         return choice

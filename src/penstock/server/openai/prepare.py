@@ -36,8 +36,8 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
         # Once for all prompts.
         spelled = llm.inputs.spelled(params)
         made = [llm.inputs.request(llm.new_id(), prompt, spelled, add_special_tokens=add_special_tokens, retain=retain,
-                                   keep_last=body.truncate_prompt_tokens, parsed=parsed, adapter=adapter,
-                                   predicted=predicted, **whose)
+                                   keep=body.truncate_prompt_tokens, side=body.truncation_side or "left", parsed=parsed,
+                                   adapter=adapter, predicted=predicted, **whose)
                 for prompt in prompts]
         check_something_is_left(made[0])
         return made

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from penstock.core.request import MARKED_PRIORITY, PINNED
 from penstock.core.sampling import MAX_BEAM_WIDTH, MAX_N, MOST_LOGPROBS, StructuredOutputsParams
-from penstock.engine.retention import MAX_SPANS
+from penstock.engine.retention import MAX_SPANS, Side
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -196,7 +196,9 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: Top | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    """Keep only this many of the prompt's last tokens; -1 keeps as many as fit."""
+    """Keep only this many of the prompt's tokens; -1 keeps as many as fit."""
+    truncation_side: Side | None = None
+    """The end at which the others are cut off: left by default."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Name tokens in logprobs as "token_id:N"."""

@@ -49,8 +49,11 @@ class AnswerMessage(msgspec.Struct):
     content: str | None
     role: str = "assistant"
     refusal: str | None = None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     """The same; clients read one or the other."""
     tool_calls: list[CallChunk] | UnsetType = UNSET
 
@@ -59,7 +62,7 @@ class Flags(msgspec.Struct, omit_defaults=True):
     """Fields of a choice that only this server has."""
 
     malformed_tool_call: bool = False
-    """Something that began as a tool call was none; its text stands in the content."""
+    """Something that began as a tool call was none; its text stands in the content, unless a call was forced."""
 
 
 def offered(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
@@ -113,6 +116,7 @@ class Reading:
         self.parser = parser
         self.include_reasoning = body.include_reasoning is not False
         self.one = body.parallel_tool_calls is False
+        self.forced = forced(body)
         self.custom = {tool.custom.name for tool in body.tools or () if tool.custom is not None}
         self._index: dict[int, int] = {}
         """A call's index in the answer, by the parser's."""
@@ -137,7 +141,7 @@ class Reading:
 
     def _add(self, delta: ChunkDelta, event: Event) -> None:
         match event:
-            case Content(text):
+            case Content(text) if not self.forced:
                 delta.content = (delta.content or "") + text
             case ReasoningText(text) if self.include_reasoning:
                 delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + text
@@ -173,10 +177,11 @@ class Reading:
         self.parser.finish()
         found = self.parser.message()
         calls = found.calls[:1] if self.one else found.calls
-        message = AnswerMessage(found.content or (None if calls or found.reasoning else ""))
+        message = AnswerMessage("" if self.forced else found.content or (None if calls or found.reasoning else ""))
         if found.reasoning and self.include_reasoning:
             message.reasoning = message.reasoning_content = found.reasoning
-        if calls:
+        if calls or self.forced:
+            # As vLLM's: a list and an empty text.
             message.tool_calls = [
                 CallChunk(id=call.id, type="custom", custom=CalledCustom(call.name, custom_input(call.arguments)))
                 if call.name in self.custom else

@@ -62,8 +62,7 @@ def retained(body: GenerationFields) -> list[Span]:
 
 def check_stream(body: GenerationFields) -> None:
     """RequestError for fields that contradict streaming."""
-    options = body.stream_options
-    if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
+    if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is only possible when stream is true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs is only possible when stream is false", param="prompt_logprobs")

@@ -166,7 +166,7 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
             state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
     requests = await admitted(state, http, body, None, len(texts), SamplingParams(), lambda whose: [
         inputs.pooling(state.llm.new_id(), text.prompt, pool, add_special_tokens=text.add_special_tokens,
-                       keep_last=body.truncate_prompt_tokens, **whose) for text in texts],
+                       keep=body.truncate_prompt_tokens, side=body.truncation_side or "left", **whose) for text in texts],
         sum(100 + len(text.prompt) for text in texts))
     found: dict[str, bytes] = {}
     await gather(http, state.llm.open(requests),

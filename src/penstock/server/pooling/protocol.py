@@ -7,6 +7,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from penstock.engine.retention import Side
 from penstock.server.openai.protocol import MAX_ENTRIES, Count, ServiceFields, TokenId
 
 Item = TypeVar("Item")
@@ -20,7 +21,9 @@ class PoolingFields(ServiceFields, kw_only=True, forbid_unknown_fields=True):
     """Fields of all these routes."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    """Keep only this many of a text's last tokens; -1 keeps as many as fit."""
+    """Keep only this many of a text's tokens; -1 keeps as many as fit."""
+    truncation_side: Side | None = None
+    """The end at which the others are cut off: left by default."""
 
 
 class EmbeddingRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):

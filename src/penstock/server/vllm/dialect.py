@@ -110,14 +110,16 @@ class VLLM(OpenAIForm):
         body, state = await self.bodies.read(http, GenerateRequest), self.state
         state.admit(body.model)
         given = {name: value for name, value in body.sampling_params.items() if name not in UNREAD and value is not None}
-        fields = {**given, "prompt": body.token_ids, "stream": body.stream, "cache_salt": body.cache_salt,
+        fields = {"max_tokens": None, **given, "prompt": body.token_ids, "stream": body.stream, "cache_salt": body.cache_salt,
                   "priority": body.priority, "stream_options": body.stream_options}
         try:
             asked = msgspec.convert(msgspec.to_builtins(fields, str_keys=False), CompletionRequest)
         except msgspec.ValidationError as error:
             raise RequestError(f"sampling_params: {error}", param="sampling_params") from None
         check_stream(asked)
-        params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, asked.logprobs)
+        # With 0 the token's own score stands in its list, too.
+        params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens,
+                                 1 if asked.logprobs == 0 else asked.logprobs)
         requests = await prepare(state, http, [body.token_ids], params, asked, add_special_tokens=False)
         answer = TokensAnswer(body.request_id or http.scope["request_id"], state.name, requests, asked, namer(state, asked),
                               state.llm.info)
