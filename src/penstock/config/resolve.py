@@ -107,7 +107,7 @@ LORA_RANK = 16
 def graph_tokens(parameters: int) -> int:
     """Tokens from which on a step keeps the GPU busy for longer than a host needs to enqueue it operation by operation."""
     enough = int(_GRAPH_FLOPS / (2 * max(1, parameters)))
-    return max(256, min(4096, 1 << (enough - 1).bit_length()))
+    return max(256, min(8192, 1 << (enough - 1).bit_length()))
 
 
 @dataclass(frozen=True)

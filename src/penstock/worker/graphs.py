@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _SAMPLE = int(Want.SAMPLE)
-_MIXED = (8, 16, 32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096)
+_MIXED = (8, 16, 32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
 """Bucket sizes of mixed steps, in tokens. GEMM tiles have 64 or 128 rows, so padding to these sizes costs little;
 few drafts of one sequence fit into the first two."""
+_ANY = 4096
+"""Tokens up to which a mixed step replays its graph whatever its segments are. In larger ones, segments that a vendor library
+computes are worth the launches of an eager step."""
 _SEGMENTS = 256
 """Maximum segments of a captured mixed step: attention launches a program for each possible segment."""
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
@@ -155,6 +158,11 @@ class Graphs:
         if deltas is not None:
             step.delta, step.end_delta = deltas
         return self.model.forward(step)
+
+    def bucket(self, plan: StepPlan, picks: int) -> Bucket | None:
+        """Returns the bucket whose graph runs the plan, of which `picks` tokens are chosen, or None for an eager step."""
+        found = self.buckets.of(plan, picks)
+        return None if found is not None and found.tokens > _ANY and any(self.builder.library_spans(plan)) else found
 
     def forward(self, plan: StepPlan, bucket: Bucket, picks: Picks, behind: Ints | None = None,
                 adapted: bool = False, reach: Ints | None = None) -> tuple[torch.Tensor, Parts]:

@@ -43,7 +43,7 @@ class Runner:
         adapted = self.adapters is not None and self.adapters.adapted(plan)
         # CUDA graphs return neither the hidden states of all tokens, nor embeddings that adapters have changed.
         eager = every or branches is not None or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING, APART))
-        found = self.graphs.buckets.of(plan, count) if self.graphs is not None and not eager else None
+        found = self.graphs.bucket(plan, count) if self.graphs is not None and not eager else None
         if self.model.lockstep is not None:
             found = self._agreed(self.model.lockstep, plan, count, found)
         bucket = self.builder.bucket(plan, count) if found is None else found

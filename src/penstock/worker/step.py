@@ -154,8 +154,7 @@ class StepBuilder:
         if reach is not None:
             context = context + reach
         if not self._captured:
-            self._library = [work.ops.library_spans(work.geometry, counts, context) if work.geometry.stripe.of == 1
-                             else long_segments(counts, context) for work in self._works]
+            self._library = self.library_spans(plan, context)
             self._few = bool(((counts > 0) & (counts <= FEW)).any())
         shared = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
         prepared = [self._divide(place, plan, context, bucket, shared if shares else None)
@@ -194,6 +193,13 @@ class StepBuilder:
         # Eager steps copy only the block table columns in use; captured steps copy all.
         self._columns = -(-int(context.max()) // self._page)
         return parts
+
+    def library_spans(self, plan: StepPlan, context: Ints | None = None) -> list[list[Span]]:
+        """Returns for each of the model's works the segments that a vendor library computes in an eager step. `context`
+        [segments]: positions that each segment sees, if not up to its last."""
+        counts, context = plan.counts, plan.starts + plan.counts if context is None else context
+        return [work.ops.library_spans(work.geometry, counts, context) if work.geometry.stripe.of == 1
+                else long_segments(counts, context) for work in self._works]
 
     def _divide(self, place: int, plan: StepPlan, context: Ints, bucket: Bucket, shared: SharedPrefixes | None) -> Ints | None:
         divider, work = self._dividers[place], self._works[place]

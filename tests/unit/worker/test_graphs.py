@@ -9,10 +9,10 @@ from penstock.worker.graphs import Buckets
 def test_what_is_captured_depends_on_how_long_launching_takes() -> None:
     """Steps that keep a GPU busy for long need no graph: a large model's are fewer."""
     small, large = graph_tokens(int(0.6e9)), graph_tokens(int(8e9))
-    assert (small, large) == (4096, 1024) and graph_tokens(int(70e9)) == 256
+    assert (small, large) == (8192, 1024) and graph_tokens(int(70e9)) == 256
     of_small, of_large = (Buckets(tokens, 2048, 16384) for tokens in (small, large))
     assert of_small.decode[-1] == 1024 and of_large.decode[-1] == 512
-    assert of_small.mixed[-1] == 4096 and of_large.mixed[-1] == 1024
+    assert of_small.mixed[-1] == 8192 and of_large.mixed[-1] == 1024
     assert len(Buckets(large, 1024, 16384).all()) < len(Buckets(small, 1024, 16384).all()) < 70
 
 
