@@ -11,8 +11,8 @@ import argparse
 import os
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from penstock.cli.serve import run_server
@@ -24,7 +24,7 @@ from penstock.engine.executor import Pending
 
 
 class SlowExecutor:
-    """Holds results back until the step would have ended."""
+    """Holds results back, in the worker's thread, until the step would have ended."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._inner = engine, engine.executor
@@ -34,14 +34,17 @@ class SlowExecutor:
     def submit(self, plan: StepPlan) -> Pending:
         seconds = self._times.seconds(self._engine.scheduler.in_flight[-1].load)
         self._free = end = max(time.perf_counter(), self._free) + seconds
-        pending = self._inner.submit(plan)
+        held: Future[StepResult] = Future()
 
-        def result() -> StepResult:
-            found = pending.result()
+        def hold(done: Future[StepResult]) -> None:
             time.sleep(max(0.0, end - time.perf_counter()))
-            found.seconds = seconds
-            return found
-        return SimpleNamespace(result=result)
+            if error := done.exception():
+                held.set_exception(error)
+            else:
+                done.result().seconds = seconds
+                held.set_result(done.result())
+        self._inner.submit(plan).add_done_callback(hold)
+        return held
 
     def mask(self, step: int, masks: Masks) -> None:
         self._inner.mask(step, masks)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from itertools import combinations
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -15,6 +16,7 @@ from penstock.cache.manager import Cache
 from penstock.cli.simulation.fleet import Cost, Fleet, Record, Replica
 from penstock.core.errors import RequestError
 from penstock.core.layout import lay_out
+from penstock.core.plan import StepResult
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.sequence import Sequence
@@ -322,6 +324,21 @@ def test_broken_promises_make_the_forecast_careful() -> None:
     for _ in range(1500):
         policy._forecast.kept(late.request, promise=True)
     assert possible("d")
+
+
+def test_a_first_token_that_came_late_makes_the_forecast_careful() -> None:
+    """The clock counts, not the prediction by which it was planned."""
+    classes = {"": Service(), "fast": Service(ttft=0.5)}
+    replica = Replica(structs.replace(COST, max_num_seqs=1), "promises", classes, times=COST.times())
+    scheduler = replica.scheduler
+    for name in ("r1", "r2"):
+        scheduler.add(asked(name, 100, "fast"), 1.0)
+    made = scheduler.plan(1.0)
+    assert made is not None and len(scheduler.waiting) == 1
+    margins = scheduler.policy._forecast._margins
+    before = margins["fast"]
+    scheduler.apply(StepResult(made.id, np.ones(1, np.int32), np.ones(1, np.int32)), 3.0)
+    assert margins["fast"] < before == margins[""]
 
 
 def test_a_promise_is_the_clients_and_includes_the_frontends_share() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Timings, TokenLogprobs, Update
 
-FAIL, BREAK, STICK, SLOW, REFUSE, CRASH_ON_SUBMIT, LATE = 500, 501, 502, 503, 504, 505, 506
+FAIL, BREAK, STICK, SLOW, REFUSE, CRASH_ON_SUBMIT, LATE, LONG = 500, 501, 502, 503, 504, 505, 506, 507
 """First prompt tokens: logits not finite; the loop raises; a step never ends; 20 ms a step; queue full; submit raises; no
-token for LATE_SECONDS."""
+token for LATE_SECONDS; steps of LONG_SECONDS on another thread."""
 
-LATE_SECONDS = 1.5
+LATE_SECONDS, LONG_SECONDS = 1.5, 1.0
 
 NAME = "tests.system.fakes:FakeEngine"
 
@@ -70,7 +72,7 @@ class FakeEngine:
     def writing(self) -> bool:
         return False
 
-    def turn(self) -> list[Update]:
+    def turn(self, meanwhile: Callable[[Future[None]], None] | None = None) -> list[Update]:
         news, self.news = self.news, []
         for key, (request, tokens, timings) in list(self.live.items()):
             first = request.prompt_ids[0]
@@ -78,6 +80,10 @@ class FakeEngine:
                 raise RuntimeError("the step broke")
             if first == STICK:
                 time.sleep(3600)
+            if first == LONG and meanwhile is not None:
+                step: Future[None] = Future()
+                threading.Timer(LONG_SECONDS, step.set_result, [None]).start()
+                meanwhile(step)
             if first == SLOW:
                 time.sleep(0.02)
             if first == LATE and time.time() - request.arrival < LATE_SECONDS:

@@ -11,13 +11,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.data import MODELS, need
-from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, LATE, LATE_SECONDS, REFUSE, SLOW, STICK
+from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, LATE, LATE_SECONDS, LONG, LONG_SECONDS, REFUSE, SLOW, STICK
 from tests.system.fakes import NAME as FAKE
 from tests.system.served import Served, error_of, served
 
@@ -151,6 +152,17 @@ def test_a_full_queue(fake: Served) -> None:
         refused = fake.post("/v1/completions", prompt=[REFUSE], stream=stream)
         assert refused.status_code == 503 and error_of(refused)["code"] == "queue_full" and refused.headers["retry-after"]
     assert fake.complete(prompt=[1], max_tokens=2)
+
+
+@pytest.mark.serial
+def test_refusals_do_not_wait_for_a_step(fake: Served) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(fake.complete, prompt=[LONG], max_tokens=2)
+        time.sleep(LONG_SECONDS / 4)
+        began = time.monotonic()
+        assert fake.post("/v1/completions", prompt=[REFUSE]).status_code == 503
+        assert time.monotonic() - began < LONG_SECONDS / 3
+        answer.result()
 
 
 @pytest.mark.serial

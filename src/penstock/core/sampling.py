@@ -178,7 +178,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            need(value is None or (finite(value) and least <= value <= most), name, f"between {least:g} and {most:g}", value)
+            if value is not None and not (finite(value) and least <= value <= most):
+                need(False, name, f"between {least:g} and {most:g}", value)
         need(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         need(-1 <= self.top_k <= MAX_TOP_K, "top_k", f"-1, 0 (all tokens) or a positive number up to {MAX_TOP_K}", self.top_k)
         need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer", self.seed)

@@ -9,7 +9,7 @@ import importlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -250,9 +250,9 @@ class Engine:
         cache = self.scheduler.cache
         return cache.writing or (self._naming.pending and any(cache.pools.kept_pages))
 
-    def turn(self) -> list[Update]:
+    def turn(self, meanwhile: Callable[[Pending], None] | None = None) -> list[Update]:
         """One iteration of the loop: plans and submits a step, then applies results until fewer than `depth` plans are in
-        flight."""
+        flight. `meanwhile` is called with the first plan whose result is waited for; requests may come and go in it."""
         began = time.perf_counter()
         if self._naming.pending and (name := self._naming.poll()) is not None:
             self.scheduler.cache.name(name)
@@ -268,6 +268,8 @@ class Engine:
                 self._mask(plan)
         # Without a new plan there is nothing to overlap with: wait for the in-flight plans, one result at a time.
         room = self.config.depth - 1 if plan is not None else max(0, len(self._in_flight) - 1)
+        if meanwhile is not None and len(self._in_flight) > room:
+            meanwhile(self._in_flight[0])
         self._take_results(room)
         if self.events is not None:
             self.events.flush()

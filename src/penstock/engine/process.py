@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import itertools
+import os
 import shutil
 import time
 import traceback
@@ -26,6 +27,7 @@ from penstock.core import child
 from penstock.core.child import Failed, Refused
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
+from penstock.engine.executor import Pending
 from penstock.engine.loading import ModelFiles, find
 from penstock.engine.work import collect_rarely, give_back_memory, keep_little
 
@@ -128,7 +130,7 @@ class EngineLike(Protocol):
     def reset_prefix_cache(self) -> bool: ...
     def undecided(self, request_id: str) -> bool: ...
     def adapter_loaded(self, found: Future[str], /) -> str: ...
-    def turn(self) -> list[Update]: ...
+    def turn(self, meanwhile: Callable[[Pending], None] | None = None) -> list[Update]: ...
     @property
     def busy(self) -> bool: ...
     @property
@@ -147,6 +149,11 @@ class Loop:
         self._decode = msgspec.msgpack.Decoder(Call).decode
         self._arguments = {name: msgspec.msgpack.Decoder(kind).decode for name, kind in CALLS.items() if kind is not None}
         self._stopping = False
+        self._ended = os.eventfd(0)
+        """Counts steps that have ended."""
+        self._poller = zmq.Poller()
+        for source in (inbox, self._ended):
+            self._poller.register(source, zmq.POLLIN)
         self._stats_due = 0.0
         self._undecided: dict[str, float] = {}
         """Requests that may still be refused, and when they are confirmed all the same."""
@@ -165,7 +172,7 @@ class Loop:
                 give_back_memory()
                 worked = False
             worked = worked or engine.busy
-            updates = engine.turn() if engine.busy or engine.writing else []
+            updates = engine.turn(self._listen) if engine.busy or engine.writing else []
             for key in [key for key, found in self._reading.items() if found.done()]:
                 self._reply(key, partial(engine.adapter_loaded, self._reading.pop(key)))
             now = time.monotonic()
@@ -177,6 +184,19 @@ class Loop:
                 self.send(EngineOutputs(updates, engine.stats(), admitted))
             elif updates or admitted:
                 self.send(EngineOutputs(updates, None, admitted))
+
+    def _listen(self, step: Pending) -> None:
+        """Answers calls while a thread of this process computes the step. Of a device's own there is nothing to wait for."""
+        if not isinstance(step, Future):
+            return
+        step.add_done_callback(lambda _: os.eventfd_write(self._ended, 1))
+        while not step.done():
+            ready = dict(self._poller.poll())
+            if self._ended in ready:
+                # Of this step, or of an earlier one that was done when it was asked.
+                os.eventfd_read(self._ended)
+            if self.inbox in ready:
+                self._take_in()
 
     def _decided(self, now: float) -> list[str]:
         """The requests that wait for no grammar any more, and those that have waited long. An error comes as an update."""

@@ -18,7 +18,7 @@ from penstock.scheduler.step import InFlight
 
 _MARGIN, _LEAST_MARGIN = 0.9, 0.5
 """Part of a promise that a forecast may take: at first, which is the most, and at least."""
-_BROKEN, _KEPT = -0.02, 0.0001
+_BROKEN, _KEPT = -0.04, 0.0002
 """Change of that part for each promise that was broken and kept: it comes to rest where one of 200 is broken."""
 _LEAST = 0.5
 """Seconds of waiting after which the rate of prompts counts."""
@@ -61,6 +61,11 @@ class Forecast:
             found = self._margins[request.tier] + (_KEPT if promise else _BROKEN)
             self._margins[request.tier] = min(_MARGIN, max(_LEAST_MARGIN, found))
 
+    def begun(self, sequence: Sequence, now: float) -> None:
+        """As `Policy.begun`. Where nobody waits, it says nothing about forecasts."""
+        if self._last and not (sequence.index or sequence.request.follows):
+            self.kept(sequence.request, now <= sequence.promise)
+
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
         """As `Policy.planned`."""
         self._span += min(1.0, now - self._at)
@@ -69,12 +74,8 @@ class Forecast:
             self._span, self.ended = self._span / 2, self.ended / 2
         if not (waiting or self._last):
             return
-        tokens = 0
-        for sequence, count in zip(step.sequences, step.counts, strict=True):
-            if sequence.planned < sequence.prompt_len:
-                tokens += count
-                if sequence.planned + count >= sequence.prompt_len == sequence.known:
-                    self.kept(sequence.request, now + self._times.prompt(count) <= sequence.promise)
+        tokens = sum([count for sequence, count in zip(step.sequences, step.counts, strict=True)
+                      if sequence.planned < sequence.prompt_len])
         seconds = now - self._last if self._last else 0.0
         self._last = now if waiting else 0.0
         if seconds > 0:
@@ -133,8 +134,9 @@ class Forecast:
             return
         # Neither has what the frontend takes, which a client knows nothing of.
         beside = min(request.beside, promised)
-        raise RequestError(f"the first token would come after about {late + beside:.1f} s, and {promised + beside:.1f} s are "
-                           f"promised to the class {request.tier!r}; try again later, or send x-penstock-wait: true to wait",
+        raise RequestError(f"the first token would come after about {late + beside:.2f} s; the class {request.tier!r} promises "
+                           f"{promised + beside:.2f} s, less {100 - 100 * self._margins[request.tier]:.0f} % for errors; try "
+                           "again later, or send x-penstock-wait: true to wait",
                            code="overloaded", status=429, retry=max(1.0, late - usable))
 
 

@@ -35,6 +35,9 @@ class Policy:
         """RequestError if a request that arrives now could not be served as promised. `taken`: no row is free, nor held beyond
         a request's share; `free`: nobody waits, and there are rows."""
 
+    def begun(self, sequence: Sequence, now: float) -> None:
+        """Reports the first token of a sequence."""
+
     def end(self, sequence: Sequence) -> None:
         """Reports that a sequence has ended."""
 

@@ -109,6 +109,9 @@ class Promises(Policy):
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
         self._forecast.planned(step, now, entered, waiting)
 
+    def begun(self, sequence: Sequence, now: float) -> None:
+        self._forecast.begun(sequence, now)
+
     def end(self, sequence: Sequence) -> None:
         tenant, tier = sequence.request.tenant, sequence.request.tier
         if sequence.request.follows:

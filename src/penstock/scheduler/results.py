@@ -41,11 +41,12 @@ _NOT_FINITE_ERROR = ("the model gave no usable next-token scores for this reques
 class Taker:
     """Takes what segments add into their sequences, and finds where these end."""
 
-    def __init__(self, stats: EngineStats, drafts: Drafts, finish: Callable[[Sequence, Update, float], None],
-                 tell: Callable[[Update], None]) -> None:
-        """`finish` ends a sequence with its last update; `tell` is given all other updates."""
+    def __init__(self, stats: EngineStats, drafts: Drafts, begun: Callable[[Sequence, float], None],
+                 finish: Callable[[Sequence, Update, float], None], tell: Callable[[Update], None]) -> None:
+        """`begun` is told of first tokens; `finish` ends a sequence with its last update; `tell` is given all other updates."""
         self._stats = stats
         self._drafts = drafts
+        self._begun = begun
         self._finish = finish
         self._tell = tell
 
@@ -108,6 +109,7 @@ class Taker:
         if known - len(own) == sequence.prompt_len:
             sequence.timings.first_token = now
             sequence.enter("decode", now)
+            self._begun(sequence, now)
             update.cached_tokens, update.cached_by_tier = sequence.cached, sequence.cached_by_tier
         if token in sequence.stops:
             update.finish_reason = "stop"

@@ -54,7 +54,7 @@ class Scheduler:
         self.admission = Admission(limits, self.queues)
         self.batch = Batch(self.queues, limits, self.pace, self.drafts)
         self._news: list[Update] = []
-        self.taker = Taker(self.stats, self.drafts, self._finish, self._news.append)
+        self.taker = Taker(self.stats, self.drafts, self.policy.begun, self._finish, self._news.append)
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._made = InFlight(-1)
         """The plan made last."""
