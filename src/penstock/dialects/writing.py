@@ -9,18 +9,7 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Any
 
-from penstock.core.structure import (
-    Either,
-    Json,
-    Literal,
-    Node,
-    Quoted,
-    Regex,
-    Repeat,
-    Sequence,
-    Triggered,
-    Until,
-)
+from penstock.core.structure import Either, Json, Literal, Node, Quoted, Regex, Repeat, Sequence, Triggered, Until
 from penstock.dialects.description import HARMONY, Block, Dialect, Named, Python, Tags, Written
 from penstock.dialects.description import Json as JsonForm
 from penstock.dialects.schemas import KINDS, Tools

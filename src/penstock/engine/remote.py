@@ -22,16 +22,7 @@ import zmq
 
 from penstock.core import child
 from penstock.core.child import Failed
-from penstock.core.control import (
-    CALLS,
-    Answer,
-    Beat,
-    Drafted,
-    Loading,
-    Said,
-    Stepped,
-    Told,
-)
+from penstock.core.control import CALLS, Answer, Beat, Drafted, Loading, Said, Stepped, Told
 from penstock.core.errors import EngineDeadError
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 from penstock.core.wire import decoder, encode

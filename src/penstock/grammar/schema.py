@@ -16,15 +16,7 @@ from typing import Any
 from penstock.core.errors import RequestError
 from penstock.grammar.ending import can_end
 from penstock.grammar.formats import ENCODINGS, KNOWN, schema_of
-from penstock.grammar.keywords import (
-    ANNOTATIONS,
-    COUNTS,
-    IN_PLACE,
-    LISTS_OF_SCHEMAS,
-    MAPS_OF_SCHEMAS,
-    REFUSED,
-    SCHEMAS,
-)
+from penstock.grammar.keywords import ANNOTATIONS, COUNTS, IN_PLACE, LISTS_OF_SCHEMAS, MAPS_OF_SCHEMAS, REFUSED, SCHEMAS
 from penstock.grammar.negation import any_of, disjoint, negate
 from penstock.grammar.patterns import translate
 

@@ -8,20 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.core.errors import RequestError
-from penstock.core.structure import (
-    Either,
-    Json,
-    Lark,
-    Literal,
-    Node,
-    Quoted,
-    Regex,
-    Repeat,
-    Sequence,
-    Text,
-    Triggered,
-    Until,
-)
+from penstock.core.structure import Either, Json, Lark, Literal, Node, Quoted, Regex, Repeat, Sequence, Text, Triggered, Until
 from penstock.grammar.formats import KNOWN, schema_of
 from penstock.grammar.lark import check_productive, with_schemas
 from penstock.grammar.order import with_orders

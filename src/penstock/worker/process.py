@@ -17,18 +17,7 @@ import zmq
 
 from penstock.core import child
 from penstock.core.child import Failed
-from penstock.core.control import (
-    BEAT_SECONDS,
-    CALLS,
-    STEPS,
-    Answer,
-    Beat,
-    Drafted,
-    Loading,
-    Said,
-    Stepped,
-    Told,
-)
+from penstock.core.control import BEAT_SECONDS, CALLS, STEPS, Answer, Beat, Drafted, Loading, Said, Stepped, Told
 from penstock.core.errors import ConfigError, ModelError
 from penstock.core.wire import decoder, encode
 from penstock.worker.rank import Rank, Start

@@ -12,16 +12,7 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.request import MARKED_PRIORITY, PROMPT, WHOLE, Span
-from penstock.engine.retention import (
-    Breakpoint,
-    Marked,
-    check_spans,
-    read_mark,
-    resolve_spans,
-    seconds_of,
-    spans_of,
-    written,
-)
+from penstock.engine.retention import Breakpoint, Marked, check_spans, read_mark, resolve_spans, seconds_of, spans_of, written
 from penstock.text import ChatTemplate
 from tests.data import DATA
 from tests.unit.text import real

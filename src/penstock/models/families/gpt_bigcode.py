@@ -1,15 +1,6 @@
 """GPT-BigCode (StarCoder, SantaCoder): GPT-2 in which all query heads share one key and value."""
 
-from penstock.models.family import (
-    AttentionSpec,
-    Config,
-    EmbeddingSpec,
-    HeadSpec,
-    ModelSpec,
-    Rule,
-    by_group,
-    parts,
-)
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, Rule, by_group, parts
 
 ARCHITECTURES = ("GPTBigCodeForCausalLM",)
 MODEL_TYPES = ("gpt_bigcode",)

@@ -1,16 +1,6 @@
 """GPT-NeoX and Pythia: attention and feed-forward side by side, partial rotation, LayerNorms and biases throughout."""
 
-from penstock.models.family import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    Config,
-    ModelSpec,
-    Rule,
-    interleaved,
-    parts,
-    rope,
-)
+from penstock.models.family import AttentionSpec, BlockSpec, BranchSpec, Config, ModelSpec, Rule, interleaved, parts, rope
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
 MODEL_TYPES = ("gpt_neox",)

@@ -1,16 +1,6 @@
 """GPT-J: branches side by side with one norm, interleaved partial rotation, a head with bias."""
 
-from penstock.models.family import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    Config,
-    HeadSpec,
-    ModelSpec,
-    RopeSpec,
-    Rule,
-    parts,
-)
+from penstock.models.family import AttentionSpec, BlockSpec, BranchSpec, Config, HeadSpec, ModelSpec, RopeSpec, Rule, parts
 
 ARCHITECTURES = ("GPTJForCausalLM",)
 MODEL_TYPES = ("gptj",)

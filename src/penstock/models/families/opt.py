@@ -1,15 +1,6 @@
 """OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
 
-from penstock.models.family import (
-    AttentionSpec,
-    Config,
-    EmbeddingSpec,
-    HeadSpec,
-    LayerNormSpec,
-    ModelSpec,
-    Rule,
-    parts,
-)
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, LayerNormSpec, ModelSpec, Rule, parts
 
 ARCHITECTURES = ("OPTForCausalLM",)
 MODEL_TYPES = ("opt",)
