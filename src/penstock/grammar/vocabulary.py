@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -11,6 +12,10 @@ from penstock.text import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer, TokenizerWrapper
+
+
+_ENCODED = 4096
+"""Forced texts whose tokens are kept."""
 
 
 @dataclass
@@ -45,8 +50,10 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
                            code="unsupported_parameter")
     before = tokenizer.encode("\n", add_special_tokens=False)
 
+    @functools.lru_cache(_ENCODED)
     def encode(text: str) -> list[int]:
-        """The tokens of a text inside another text: sentencepiece adds a space before a text that stands alone."""
+        """The tokens of a text inside another text: sentencepiece adds a space before a text that stands alone. llguidance asks
+        for the text that a grammar forces, in every fourth mask, from its threads too, and few texts are many of those."""
         found = tokenizer.encode("\n" + text, add_special_tokens=False)
         return found[len(before):] if found[:len(before)] == before else tokenizer.encode(text, add_special_tokens=False)
 
