@@ -249,6 +249,18 @@ def test_adapters_leave_host_memory_and_come_back_for_their_requests(tmp_path: P
         pass
 
 
+def test_two_cold_adapters_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [made(tmp_path / name, seed) for seed, name in enumerate("abcd")]
+    with LLM(**OPTIONS, max_cpu_loras=2, max_loras=2) as llm:
+        engine, both = llm.engine, threading.Barrier(2)
+        names = [engine.add_adapter(str(folder)) for folder in folders]
+        read = engine.rank.add_adapter
+        monkeypatch.setattr(engine.rank, "add_adapter", lambda folder: (both.wait(30), read(folder))[1])
+        for place in (0, 1):
+            engine.submit(llm.inputs.request(f"r{place}", "Hello", GREEDY, adapter=names[place]))
+        assert all("error" not in one.lower() for one in finished(engine)) and not both.broken
+
+
 TEXT = """The old miller had three sons, a mill, a donkey and a cat. When he died, the eldest got the mill, the second the
 donkey, and the youngest was left with the cat. He thought that nothing worse could have come to him, but the cat could talk."""
 

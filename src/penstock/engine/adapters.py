@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from penstock.core.request import Adapter, EngineStats, Medium, Request, Update,
 from penstock.engine.ranks import Rank, RankGroup
 from penstock.scheduler.scheduler import Scheduler
 
+_READERS = 2
+"""The most folders that are read at once: one reads its file while the other's matrices are converted."""
 _WAIT_SECONDS = 0.005
 """The longest that an otherwise idle turn waits for an adapter."""
 
@@ -85,13 +87,13 @@ class Adapters:
         self._resident: dict[str, None] = {}
         """Adapters in host memory, least recently used first."""
         self._pinned: set[str] = set()
-        self._pool = ThreadPoolExecutor(1, "penstock-adapters")
+        self._pool = ThreadPoolExecutor(_READERS, "penstock-adapters")
         self._loading: dict[Future[str], str] = {}
         """Folders that are being read, on another thread, and not yet served."""
         self._waiting: dict[str, list[Request]] = {}
         """Requests by the adapter that they wait for."""
-        self._coming: tuple[str, Future[str]] | None = None
-        """The one of these adapters that is being read."""
+        self._coming: dict[str, Future[str]] = {}
+        """The adapters among these that are being read."""
         self._updates: list[Update] = []
 
     @property
@@ -212,18 +214,16 @@ class Adapters:
                 del self._waiting[name]
 
     def admit(self) -> None:
-        """Passes on requests whose adapter has been read, and begins to read the next one. Waits briefly if there is nothing
+        """Passes on requests whose adapter has been read, and begins to read the next ones. Waits briefly if there is nothing
         else to do."""
-        if self._coming is not None:
-            name, found = self._coming
-            if not self._scheduler.busy:
-                wait([found], _WAIT_SECONDS)
-            if found.done():
-                self._coming = None
-                self._arrived(name, found)
-        if self._waiting and self._coming is None and self._clear(1):
-            name = next(iter(self._waiting))
-            self._coming = name, self._begin(self._folders[name])
+        if self._coming and not self._scheduler.busy:
+            wait(self._coming.values(), _WAIT_SECONDS, FIRST_COMPLETED)
+        for name in [name for name, found in self._coming.items() if found.done()]:
+            self._arrived(name, self._coming.pop(name))
+        for name in [name for name in self._waiting if name not in self._coming][:_READERS - len(self._coming)]:
+            if not self._clear(1 + len(self._coming)):
+                break
+            self._coming[name] = self._begin(self._folders[name])
 
     def _arrived(self, name: str, found: Future[str]) -> None:
         error, digest = None, name
@@ -280,4 +280,4 @@ class Adapters:
                 over -= 1
                 self._scheduler.queues.adapters.forget(name)
                 self._rank.drop_adapter(name)
-        return over <= 0 or self._pinned.issuperset(self._resident)
+        return over <= 0 or (more == 1 and self._pinned.issuperset(self._resident))
