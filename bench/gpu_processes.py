@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ from penstock.core.errors import ConfigError
 from timeline import bars
 
 _CHILD = Path(__file__).with_name("gpu_processes_child.py")
+_AHEAD = 3
+"""Processes that import while another one measures."""
 _BINS = 20
 _SPIN = "while True: pass"
 
@@ -33,9 +36,9 @@ def processes(shape: str, count: int, draw: Path | None, say: Callable[[str], No
     alone, beside = count - count // 3, count // 3
     with tempfile.TemporaryDirectory() as folder:
         model = write(SHAPES[shape], Path(folder) / shape)
-        found = {"alone": [_run(model) for _ in range(alone)]}
+        found = {"alone": list(_runs(model, alone))}
         with _neighbours():
-            found["beside busy neighbours"] = [_run(model) for _ in range(beside)]
+            found["beside busy neighbours"] = list(_runs(model, beside))
     names = list(found["alone"][0]) if found["alone"] else []
     for where, runs in found.items():
         for name in names if runs else ():
@@ -50,12 +53,24 @@ def processes(shape: str, count: int, draw: Path | None, say: Callable[[str], No
     return {"shape": shape, "runs": found}
 
 
-def _run(model: Path) -> dict[str, float]:
-    done = subprocess.run([sys.executable, str(_CHILD), str(model)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"a process failed: {done.stderr[-2000:].strip()}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def _runs(model: Path, count: int) -> Iterator[dict[str, float]]:
+    """What each process measures. One at a time is told to begin; the next ones have imported all by then, and sleep."""
+    waiting = deque(_started(model) for _ in range(min(count, _AHEAD)))
+    for number in range(count):
+        if number + _AHEAD < count:
+            waiting.append(_started(model))
+        process = waiting.popleft()
+        said, failed = process.communicate("begin\n")
+        if process.returncode:
+            for other in waiting:
+                other.kill()
+            raise ConfigError(f"a process failed: {failed[-2000:].strip()}")
+        yield json.loads(said.splitlines()[-1])
+
+
+def _started(model: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, str(_CHILD), str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """One process of bench/gpu_processes.py: a line of JSON with the median seconds of each decode workload.
 
-usage: gpu_processes_child.py MODEL
+usage: gpu_processes_child.py MODEL. It begins when a line arrives on standard input.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ WANTED = ("decode_b1", "decode_b8", "decode_b32")
 def main() -> None:
     model = Path(sys.argv[1])
     found = {}
+    sys.stdin.readline()
     with LLM(str(model), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=64,
              gpu_memory_utilization=0.5) as llm:
         for name, asks in workloads(model.name):

@@ -185,14 +185,18 @@ def test_long_prompts(false_engine: type[FalseLLM], capsys: pytest.CaptureFixtur
 
 
 def test_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The questions asked of them, the company, and the pictures; the processes themselves are false."""
+    """The questions asked of them, the company, and the pictures; a false program stands for the engine's."""
     busy: list[bool] = []
     neighbours = gpu_processes._neighbours
 
-    def run(model: Path) -> dict[str, float]:
-        assert (model / "config.json").is_file()
-        busy.append(bool(inside))
-        return {"decode_b1": 0.1 + 0.01 * len(busy), "decode_b8": 0.2}
+    child = tmp_path / "child.py"
+    child.write_text("import sys\nassert open(sys.argv[1] + '/config.json').read() and sys.stdin.readline() == 'begin\\n'\n"
+                     "print('{\"decode_b1\": 0.1, \"decode_b8\": 0.2}')\n")
+
+    def runs(model: Path, count: int) -> Iterator[dict[str, float]]:
+        for found in told(model, count):
+            busy.append(bool(inside))
+            yield found | {"decode_b1": found["decode_b1"] + 0.01 * len(busy)}
 
     inside: list[int] = []
 
@@ -204,10 +208,15 @@ def test_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
             yield
             inside.clear()
 
-    monkeypatch.setattr(gpu_processes, "_run", run)
+    told = gpu_processes._runs
+    monkeypatch.setattr(gpu_processes, "_CHILD", child)
+    monkeypatch.setattr(gpu_processes, "_runs", runs)
     monkeypatch.setattr(gpu_processes, "_neighbours", beside)
     result, said = bench(capsys, "--tables", "processes", "--processes", "6", "--draw", str(tmp_path))
     assert busy == [False] * 4 + [True] * 2
+    child.write_text("raise SystemExit('no card')")
+    with pytest.raises(ConfigError, match="a process failed: no card"):
+        list(told(tmp_path, 5))
     assert len(result["processes"][0]["runs"]["alone"]) == 4
     assert "decode_b1 in 4 processes alone: 0.110 least, 0.125 median, 0.140 most" in said
     for name in ("decode_b1", "decode_b8"):
