@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,8 @@ def test_reranking_and_labels_over_http(tmp_path: Path) -> None:
             assert one["relevance_score"] == pytest.approx(scores[one["index"]], abs=1e-5)
         found = server.post("/score", text_1=TEXTS[0], text_2=TEXTS[2]).json()["data"]
         assert found[0]["score"] == pytest.approx(scores[2], abs=1e-5)
+        [raw] = server.post("/score", data_1=TEXTS[0], data_2=TEXTS[2], use_activation=False).json()["data"]
+        assert 1 / (1 + math.exp(-raw["score"])) == pytest.approx(scores[2], abs=1e-5)
         assert server.post("/classify", input=TEXTS[1]).json()["data"][0]["probs"] == [pytest.approx(alone, abs=1e-5)]
 
 

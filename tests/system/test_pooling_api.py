@@ -10,14 +10,14 @@ import openai
 import pytest
 
 from tests.data import MODELS, need
-from tests.system.served import NAME, Served, error_of, served
+from tests.system.served import NAME, TEMPLATE, Served, error_of, served
 
 TEXTS = ["Once upon a time, there was a little girl.", "The sea is blue.", "Lily saw a cat."]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(need(MODELS / "stories260k"), "--max-model-len", "128") as server:
+    with served(need(MODELS / "stories260k"), "--max-model-len", "128", "--chat-template", TEMPLATE) as server:
         yield server
 
 
@@ -88,6 +88,32 @@ def test_rerank(server: Served, path: str) -> None:
     assert found["results"][0]["document"] == {"text": TEXTS[1]} and found["usage"]["total_tokens"] > 0
     best = server.post(path, query=TEXTS[1], documents=TEXTS, top_n=1, return_documents=False).json()["results"]
     assert len(best) == 1 and best[0]["index"] == 1 and "document" not in best[0]
+
+
+def test_a_conversation_is_one_text(server: Served) -> None:
+    talk = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": TEXTS[1]}]
+    for opening, end in ((None, ""), (True, " Then")):
+        text = TEXTS[0] + TEXTS[1] + end
+        wanted = vectors(server, input=text, add_special_tokens=False)
+        np.testing.assert_allclose(vectors(server, messages=talk, add_generation_prompt=opening), wanted, atol=1e-5)
+    pooled = server.post("/pooling", messages=talk).json()["data"][0]["data"]
+    np.testing.assert_allclose(pooled, vectors(server, messages=talk)[0], atol=1e-5)
+    raw = vectors(server, input=TEXTS[0], use_activation=False)[0]
+    assert abs(np.linalg.norm(raw) - 1) > 0.1
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), vectors(server, input=TEXTS[0])[0], atol=1e-5)
+    for wrong in ({}, {"input": "a", "messages": talk}):
+        assert error_of(server.post("/v1/embeddings", **wrong))["param"] == "input"
+    assert error_of(server.post("/v1/embeddings", messages=[{"content": "a"}]))["param"] == "messages[0].role"
+
+
+def test_documents_are_cut(server: Served) -> None:
+    asked = {"query": TEXTS[1], "documents": [TEXTS[0] * 3, TEXTS[2]]}
+    whole, cut = server.post("/rerank", **asked).json(), server.post("/rerank", **asked, max_tokens_per_doc=4).json()
+    assert cut["usage"]["prompt_tokens"] < whole["usage"]["prompt_tokens"]
+    assert {one["document"]["text"] for one in cut["results"]} == set(asked["documents"])
+    for names in (("data_1", "data_2"), ("queries", "items")):
+        found = server.post("/score", **dict(zip(names, (TEXTS[1], TEXTS), strict=True))).json()["data"]
+        np.testing.assert_allclose(found[1]["score"], 1, atol=1e-5)
 
 
 def test_refusals(server: Served) -> None:

@@ -109,10 +109,10 @@ class Scorer:
             return [Text(tokenizer.encode_pair(query, document, second)) for query, document in pairs]
         return [Text([*tokenizer.encode(query), *tokenizer.encode(document, False)]) for query, document in pairs]
 
-    def scores(self, pairs: Sequence[tuple[str, str]], vectors: Sequence[Floats]) -> list[float]:
-        """The score of each pair, given what came of its `texts`."""
+    def scores(self, pairs: Sequence[tuple[str, str]], vectors: Sequence[Floats], activation: bool = True) -> list[float]:
+        """The score of each pair, given what came of its `texts`; without `activation` a reranker's logit, of yes over no."""
         if self.reranks:
-            return [float(probabilities(logits)[-1]) for logits in vectors]
+            return [float(probabilities(logits)[-1] if activation else logits[-1] - logits[:-1].sum()) for logits in vectors]
         of = dict(zip(dict.fromkeys(text for pair in pairs for text in pair),
                       (embedding(vector, True) for vector in vectors), strict=True))
         return [float(of[one] @ of[two]) for one, two in pairs]

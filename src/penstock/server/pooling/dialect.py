@@ -32,7 +32,9 @@ from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.openai.completions import split_prompts
 from penstock.server.openai.form import OpenAIForm
+from penstock.server.openai.messages import render
 from penstock.server.openai.prepare import admitted
+from penstock.server.openai.protocol import TokenizeRequest
 from penstock.server.pooling import protocol as p
 from penstock.server.respond import gather
 from penstock.server.state import State
@@ -72,7 +74,7 @@ class Pooling(OpenAIForm):
         """Embeddings as numbers or base64."""
         body = await self.bodies.read(http, p.EmbeddingRequest)
         model, scale = self.state.admit_bare(body.model), self._scale(body)
-        run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), embedding_pool(self._inputs))
+        run = await self._run(http, model, body, await self._texts(http, body), embedding_pool(self._inputs))
         return await self._answer(run, "embd", lambda: _written(p.Embedding, run.vectors, scale, body))
 
     async def pooling(self, http: Request) -> Response:
@@ -81,20 +83,20 @@ class Pooling(OpenAIForm):
         model, scale = self.state.admit_bare(body.model), self._scale(body)
         task = body.task or ("classify" if self._inputs.info.task == "classify" else "embed")
         if task in ("classify", "score"):
-            pool, scale = class_pool(self._inputs), probabilities
+            pool, scale = class_pool(self._inputs), probabilities if body.use_activation is not False else _plain
         elif task == "embed":
             pool = embedding_pool(self._inputs)
         else:
             # vLLM scales the vectors of tokens too, unless told otherwise.
-            pool, scale = Pool("all"), _scaling(body.normalize is not False, body.dimensions)
-        run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), pool)
+            pool, scale = Pool("all"), _scaling(_normal(body, True), body.dimensions)
+        run = await self._run(http, model, body, await self._texts(http, body), pool)
         return await self._answer(run, "pool", lambda: _written(p.Pooled, run.vectors, scale, body))
 
     async def classify(self, http: Request) -> Response:
         """The most probable label of each text, and all probabilities."""
         body = await self.bodies.read(http, p.ClassifyRequest)
         model = self.state.admit_bare(body.model)
-        run = await self._run(http, model, body, _texts(body.input, body.add_special_tokens), class_pool(self._inputs))
+        run = await self._run(http, model, body, await self._texts(http, body), class_pool(self._inputs))
         names = self._inputs.info.labels
 
         def line(place: int, logits: Floats) -> p.Class:
@@ -107,11 +109,12 @@ class Pooling(OpenAIForm):
         """A score for each pair, in their order."""
         body = await self.bodies.read(http, p.ScoreRequest)
         model = self.state.admit_bare(body.model)
-        one, two = body.text_1 or body.queries, body.text_2 or body.documents
+        one = body.text_1 or body.queries or body.data_1
+        two = body.text_2 or body.documents or body.items or body.data_2
         if one is None or two is None:
             missing = "text_1" if one is None else "text_2"
             raise RequestError(f"Missing required parameter: '{missing}'", param=missing, code="missing_required_parameter")
-        scores, run = await self._scores(http, model, body, paired(one, two, ("text_1", "text_2")), body.instruction)
+        scores, run = await self._scores(http, model, body, paired(one, two, ("text_1", "text_2")))
         return await self._answer(run, "score", lambda: [p.Score(*one) for one in enumerate(scores)])
 
     async def rerank(self, http: Request) -> Response:
@@ -119,8 +122,7 @@ class Pooling(OpenAIForm):
         body = await self.bodies.read(http, p.RerankRequest)
         model = self.state.admit_bare(body.model)
         documents = [one if isinstance(one, str) else one.text for one in body.documents]
-        scores, run = await self._scores(http, model, body, [(body.query, document) for document in documents],
-                                         body.instruction)
+        scores, run = await self._scores(http, model, body, [(body.query, one) for one in await self._cut(body, documents)])
         order = sorted(range(len(scores)), key=lambda place: -scores[place])[:body.top_n or None]
 
         def line(place: int) -> p.Ranked:
@@ -136,17 +138,37 @@ class Pooling(OpenAIForm):
         return self.state.llm.inputs
 
     def _scale(self, body: p.EmbeddingRequest) -> Callable[[Floats], Floats]:
-        normal = self._inputs.pooler.normalize if body.normalize is None else body.normalize
-        return _scaling(normal, body.dimensions)
+        return _scaling(_normal(body, self._inputs.pooler.normalize), body.dimensions)
 
-    async def _scores(self, http: Request, model: str, body: p.PoolingFields, pairs: list[tuple[str, str]],
-                      instruction: str | None) -> tuple[list[float], PooledTexts]:
+    async def _texts(self, http: Request, body: p.TextFields) -> list[Text]:
+        """The texts of a body. RequestError unless it has either input or messages."""
+        if (body.input is None) == (body.messages is None):
+            raise RequestError("give either input or messages", param="input", code="missing_required_parameter")
+        if body.input is not None:
+            return [Text(prompt, body.add_special_tokens is not False) for prompt in split_prompts(body.input, "input")]
+        asked = TokenizeRequest(messages=body.messages, add_generation_prompt=bool(body.add_generation_prompt),
+                                continue_final_message=body.continue_final_message, chat_template=body.chat_template,
+                                chat_template_kwargs=body.chat_template_kwargs)
+        prompt = await render(self.state.llm, asked, self.state.options.trust_request_chat_template, http.scope["body_bytes"])
+        return [Text(prompt.text, bool(body.add_special_tokens))]
+
+    async def _cut(self, body: p.RerankRequest, documents: list[str]) -> list[str]:
+        """The documents' beginnings of `max_tokens_per_doc` tokens."""
+        most, tokenizer = body.max_tokens_per_doc, self._inputs.tokenizer
+        if most is None or tokenizer is None:
+            return documents
+        return await self.state.llm.work.run(sum(map(len, documents)), lambda: [
+            document if len(ids) <= most else tokenizer.decode(ids[:most])
+            for document in documents for ids in [tokenizer.encode(document, False)]])
+
+    async def _scores(self, http: Request, model: str, body: p.ScoringFields,
+                      pairs: list[tuple[str, str]]) -> tuple[list[float], PooledTexts]:
         scorer = Scorer(self._inputs)
         size = sum(len(one) + len(two) for one, two in pairs)
         self.state.limits.check_text(max(len(one) + len(two) for one, two in pairs), self._inputs.info.max_model_len)
-        texts = await self.state.llm.work.run(size, lambda: scorer.texts(pairs, instruction))
+        texts = await self.state.llm.work.run(size, lambda: scorer.texts(pairs, body.instruction))
         run = await self._run(http, model, body, texts, scorer.pool)
-        return scorer.scores(pairs, run.vectors), run
+        return scorer.scores(pairs, run.vectors, body.use_activation is not False), run
 
     async def _run(self, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> PooledTexts:
         return await pool_texts(self.state, http, model, body, texts, pool)
@@ -175,8 +197,13 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
     return PooledTexts(http, model, vectors, sum(len(request.prompt_ids) for request in requests))
 
 
-def _texts(given: Any, special: bool | None) -> list[Text]:
-    return [Text(prompt, special is not False) for prompt in split_prompts(given, "input")]
+def _normal(body: p.EmbeddingRequest, default: bool) -> bool:
+    said = body.use_activation if body.normalize is None else body.normalize
+    return default if said is None else said
+
+
+def _plain(logits: Floats) -> Floats:
+    return logits
 
 
 def _scaling(normal: bool, dimensions: int | None) -> Callable[[Floats], Floats]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from penstock.engine.retention import Side
-from penstock.server.openai.protocol import MAX_ENTRIES, Count, ServiceFields, TokenId
+from penstock.server.openai.protocol import MAX_ENTRIES, Conversation, Count, Messages, ServiceFields, TokenId
 
 Item = TypeVar("Item")
 
@@ -26,17 +26,34 @@ class PoolingFields(ServiceFields, kw_only=True, forbid_unknown_fields=True):
     """The end at which the others are cut off: left by default."""
 
 
-class EmbeddingRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+class TextFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """Texts or token ids, or as vLLM takes it the messages of a conversation, which the chat template makes one text of."""
+
+    input: Input | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """By default true for texts, and false for messages: a template writes its own."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str, Meta(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    use_activation: bool | None = None
+    """false gives a classifier's logits instead of probabilities, and embeddings that are not scaled to length 1."""
+
+    def __post_init__(self) -> None:
+        if self.messages is not None:
+            msgspec.convert({"messages": self.messages}, Conversation)
+
+
+class EmbeddingRequest(TextFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/embeddings."""
 
-    input: Input
     encoding_format: Literal["float", "base64"] = "float"
     """base64: of the little-endian float32 numbers."""
     dimensions: Count | None = None
     """Only the first numbers of each embedding, scaled to length 1 again."""
     normalize: bool | None = None
     """Whether embeddings are scaled to length 1; by default as the model's folder says."""
-    add_special_tokens: bool | None = None
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True, forbid_unknown_fields=True):
@@ -46,33 +63,34 @@ class PoolingRequest(EmbeddingRequest, kw_only=True, forbid_unknown_fields=True)
     """token_embed and encode give a vector for each token."""
 
 
-class ClassifyRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+class ClassifyRequest(TextFields, kw_only=True, forbid_unknown_fields=True):
     """POST /classify."""
 
-    input: Input
+
+class ScoringFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    instruction: str | None = None
+    """The task, for a reranker."""
     use_activation: bool | None = None
-    """false gives the logits instead of probabilities."""
-    add_special_tokens: bool | None = None
+    """false gives a reranker's logits instead of probabilities."""
 
 
-class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
-    """POST /score: one text with each, or each with its counterpart."""
+class ScoreRequest(ScoringFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /score: one text with each, or each with its counterpart. vLLM has several names for the two."""
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
     queries: str | Texts | None = None
-    """Another name of text_1."""
     documents: str | Texts | None = None
-    """Another name of text_2."""
-    instruction: str | None = None
-    """The task, for a reranker."""
+    items: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
 
 
 class Document(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
 
 
-class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(ScoringFields, kw_only=True, forbid_unknown_fields=True):
     """POST /rerank, in Cohere's and Jina's form."""
 
     query: str
@@ -81,9 +99,8 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     """Only so many of the best; by default, and with 0, all."""
     return_documents: bool | None = None
     """false leaves the documents' texts out."""
-    max_tokens_per_doc: None = None
-    """Cohere's; documents are not cut, so that it is refused: use truncate_prompt_tokens."""
-    instruction: str | None = None
+    max_tokens_per_doc: Count | None = None
+    """Only so many of a document's first tokens count."""
 
 
 class PoolUsage(msgspec.Struct):
