@@ -14,7 +14,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.service import BUILT_IN
 from penstock.core.state import Everything, Field, StateSpec
-from penstock.core.steptime import StepTime
+from penstock.core.steptime import TERMS, StepTime
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.policy import FirstCome, Policy
 from penstock.scheduler.promises import Promises
@@ -32,14 +32,18 @@ def request(name: str, output: int, n: int = 1, **more: object) -> Request:
 class Served:
     """A scheduler and a fake worker, with a request of 4 tokens that comes every six steps. One step takes a second."""
 
-    def __init__(self, policy: str, big: list[Request], depth: int = 1, slabs: int = 600, **small: object) -> None:
+    def __init__(self, policy: str, big: list[Request], depth: int = 1, slabs: int = 600, times: StepTime | None = None,
+                 **small: object) -> None:
         states = [StateSpec((Field("k", (1, 16), "float32"),), Everything())]
         layout = lay_out(states, 4, lay_out(states, 4, 0).slab_bytes * slabs)
-        scheduler = Scheduler(Cache(layout), Limits(64, ROWS, 64, 1000, VOCABULARY), POLICIES[policy]())
+        scheduler = Scheduler(Cache(layout), Limits(64, ROWS, 64, 1000, VOCABULARY, step_target=times and 9.0),
+                              POLICIES[policy](), times=times)
         worker, flying = FakeWorker(layout, ROWS, 64), deque[StepPlan]()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
+        self.decoding: list[list[int]] = [[], []]
+        """Segments of the steps, all of one token, without small requests and with them."""
         self.stats = scheduler.stats
         self.preempted: Counter[str] = Counter()
         preempt = scheduler.queues.preempt
@@ -55,6 +59,9 @@ class Served:
             plan = scheduler.plan(now)
             if plan is not None:
                 flying.append(plan)
+                if plan.counts.max(initial=0) == 1:
+                    names = {sequence.request.id[0] for sequence in scheduler.in_flight[-1].sequences}
+                    self.decoding["s" in names].append(len(plan.counts))
             while len(flying) > (depth - 1 if plan is not None else 0):
                 scheduler.apply(worker.run(flying.popleft()), now)
                 scheduler.check()
@@ -113,6 +120,29 @@ def test_choices_of_an_important_request_do_not_wait_for_lower_classes() -> None
     assert len(served.last) == 66 and served.last["i"] < 30
 
 
+def slow_rows(row: float) -> StepTime:
+    """A step takes a second, and so much for each row besides."""
+    return StepTime([1.0, 0.0, row, *[0.0] * (len(TERMS) - 3)])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_of_many_choices_take_turns_beside_others(depth: int) -> None:
+    """Where rows cost time. All of them end with their own outputs, and nobody loses a row for it."""
+    served = Served("promises", [request("big", 40, n=48)], depth, times=slow_rows(0.1))
+    alone, beside = served.decoding
+    assert max(alone) == ROWS and beside and max(beside) == 5, "a fourth of 1.2 s, a row of each, is three rows"
+    assert served.preempted["big"] <= 5 and min(len(tokens) for tokens in served.outputs.values()) == 4
+    for index in range(48):
+        assert served.outputs["big", index] == expected(PROMPT, [Everything()], 7 + index, 40)
+    free = Served("promises", [request("big", 40, n=48)], depth, times=slow_rows(0.01))
+    assert max(free.decoding[True]) == ROWS, "15 rows more than two take 0.14 s of 1.02"
+
+
+def test_rows_take_no_turns_where_nobody_watches() -> None:
+    served = Served("promises", [request("big", 40, n=48, tier="batch")], times=slow_rows(0.1), tier="batch")
+    assert max(served.decoding[True]) == ROWS
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mixture_ends_with_the_same_outputs(seed: int) -> None:
     draw = random.Random(seed)
@@ -120,7 +150,8 @@ def test_any_mixture_ends_with_the_same_outputs(seed: int) -> None:
     lengths = {one.id: (one.params.n, one.params.max_tokens) for one in big}
     for depth in (1, 2):
         asked = [request(name, length, n=n) for name, (n, length) in lengths.items()]
-        served = Served(draw.choice(list(POLICIES)), asked, depth, slabs=draw.choice([60, 150, 600]))
+        served = Served(draw.choice(list(POLICIES)), asked, depth, slabs=draw.choice([60, 150, 600]),
+                        times=draw.choice([None, slow_rows(0.2)]))
         for name, (n, length) in lengths.items():
             for index in range(n):
                 assert served.outputs[name, index] == expected(PROMPT, [Everything()], 7 + index, length)

@@ -15,6 +15,7 @@ from penstock.scheduler.drafting import Drafts
 from penstock.scheduler.pace import Pace
 from penstock.scheduler.policy import victim
 from penstock.scheduler.queues import Queues
+from penstock.scheduler.shares import Turns
 from penstock.scheduler.step import InFlight
 
 
@@ -26,6 +27,7 @@ class Batch:
         self._limits = limits
         self._pace = pace
         self._drafts = drafts
+        self._turns = Turns(queues, pace.times)
 
     def fill(self, step: InFlight, now: float) -> int | None:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
@@ -40,7 +42,7 @@ class Batch:
         head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
         hinted = drafting.active
         spare = self.spare() if hinted else 0
-        resting: set[Sequence] = self._resting() if self._limits.stages > 1 else set()
+        resting = self._resting(running)
         answering: list[Sequence] = []
         sequences, counts = step.sequences, step.counts
         while at < len(running):
@@ -127,10 +129,12 @@ class Batch:
         owners = {s.request.owner for s in running if s.goal - s.planned <= 1}
         return max(len(running), self._pace.budget(step.decode, reading, now, step.tightest, owners))
 
-    def _resting(self) -> set[Sequence]:
-        """The sequences that sit this step out, of several pipeline stages: each step takes an equal part of those that
-        decode, and none that the steps before it still compute, so that every stage has a step to compute."""
+    def _resting(self, running: list[Sequence]) -> set[Sequence]:
+        """The sequences that sit this step out: rows that take turns, or, of several pipeline stages, all but an equal part of
+        those that decode, and those that the steps before it still compute, so that every stage has a step to compute."""
         stages, queues = self._limits.stages, self._queues
+        if stages == 1:
+            return self._turns.resting(running) if self._limits.step_target else set()
         recent = {sequence for step in islice(reversed(queues.in_flight), stages - 1) for sequence in step.sampling()}
         decoding = [sequence for sequence in queues.running if sequence.goal - sequence.planned == 1]
         ready = [sequence for sequence in decoding if sequence not in recent]

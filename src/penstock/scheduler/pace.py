@@ -36,7 +36,7 @@ class Pace:
         self._target = target
         """Target step time in seconds."""
         self._most = most
-        self._times = times
+        self.times = times
         self._rows = 0
         """Sequences of the latest pure decode step."""
         self._reading = 0
@@ -52,7 +52,7 @@ class Pace:
         """Returns the token budget of a step beside which these sequences read, or could begin to; `owners` of requests decode.
         Long prompts, which were promised four times their own time, add little to it, as do the further prompts of a request
         while another one decodes."""
-        times, decoding = self._times, decode.segments
+        times, decoding = self.times, decode.segments
         if self._weights is not times.weights:
             self._weights = times.weights
             self._long = times.within(Load(0, 0), self._target) if self._target and times.longest else 1 << 40
@@ -77,10 +77,10 @@ class Pace:
     def _without_decode(self, reading: list[Sequence], long: list[Sequence], now: float) -> int:
         """The token budget of a step in which nobody decodes. Where short prompts come, those that take longer than the target
         leave half of it to the next one: it waits for the step that runs, and for the one that was planned behind it."""
-        if self._target is None or not self._times.longest or not long or now >= self._lively:
+        if self._target is None or not self.times.longest or not long or now >= self._lively:
             return self._most
         others = sum(s.goal - s.planned for s in reading) - sum(s.goal - s.planned for s in long)
-        tokens = self._times.within(Load(0, 0), self._target / 2, max(s.planned for s in long))
+        tokens = self.times.within(Load(0, 0), self._target / 2, max(s.planned for s in long))
         return min(self._most, others + max(_LEAST, _whole(tokens)))
 
     def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,
@@ -93,7 +93,7 @@ class Pace:
         If most sequences are in prefill and one step can take most of it, one long step is better than several, because it
         delays the few decoding sequences only once; unless that breaks a promise.
         """
-        times, decoding, target = self._times, decode.segments, self._target
+        times, decoding, target = self.times, decode.segments, self._target
         if target is None or not times.longest or promised == math.inf:
             return self._most
         once = decoding <= reading and 2 * unread <= 3 * self._most
@@ -119,7 +119,7 @@ class Pace:
 
     def learn(self, load: Load, decoding: int, seconds: float) -> None:
         """Reports that a step, `decoding` of whose segments had one token, took `seconds`."""
-        self._times.learn(load, seconds)
+        self.times.learn(load, seconds)
         if load.tokens - decoding < _LEAST:
             self._rows = decoding
 
