@@ -127,7 +127,9 @@ class Batch:
         if not (reading and limits.step_target):
             return max(len(running), limits.max_num_batched_tokens)
         owners = {s.request.owner for s in running if s.goal - s.planned <= 1}
-        return max(len(running), self._pace.budget(step.decode, reading, now, step.tightest, owners))
+        budget = self._pace.budget(step.decode, reading, now, step.tightest, owners)
+        step.held = self._pace.held and limits.stages == 1
+        return max(len(running), budget)
 
     def _resting(self, running: list[Sequence]) -> set[Sequence]:
         """The sequences that sit this step out: rows that take turns, or, of several pipeline stages, all but an equal part of

@@ -21,6 +21,8 @@ _SLOW = 0.1
 """Part of a decode step that prefill may add although that breaks a promise: the device is too slow for it."""
 _LEAST = 16
 """Fewest prefill tokens of a step, so that prompts make progress."""
+_WORTH = 64
+"""Tokens for which such prompts save up their part of several steps: fewer cost much more each."""
 _PAUSE = 32
 """Mixed steps in a row before one pure decode step, which measures what decoding alone takes."""
 _LIVELY = 1.0
@@ -43,6 +45,10 @@ class Pace:
         """Number of mixed steps in a row."""
         self._lively = 0.0
         """Until when short prompts are expected."""
+        self.held = False
+        """Whether the latest budget was held back for short prompts that are expected."""
+        self._saved = 0.0
+        """Seconds that long and further prompts have left unused of their part."""
         self._weights: list[float] = []
         """Of the model of step time, by which `_long` was found."""
         self._long = 1 << 40
@@ -59,28 +65,38 @@ class Pace:
         long = [s for s in reading if s.request.follows or s.stretched or s.prompt_len > self._long]
         if len(long) < len(reading):
             self._lively = now + _LIVELY
-        if not decoding:
-            return self._without_decode(reading, long, now)
+        self.held = False
+        if not decoding or (now < self._lively and not owners - {s.request.follows for s in reading}):
+            return min(self._most, decoding + self._without_others(reading, long, now))
         short = [s for s in reading if not (s.stretched or (s.request.follows and owners - {s.request.follows}))]
-        calm = 0
-        if len(short) < len(reading):
-            calm = times.within(decode, (1 + _CALM) * times.seconds(decode), max(s.planned for s in reading))
-            calm = max(_LEAST, min(calm, 2 * times.longest, self._most - decoding))
+        calm = self._calm(decode, max(s.planned for s in reading)) if len(short) < len(reading) else 0
         if not short:
             return decoding + calm
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in short)
         unread = sum(s.goal - s.planned for s in short)
         at = sum(s.planned for s in short) / len(short) + self._most / 8
         tokens = self.tokens(decode, len(short), unread, waited, promised, at)
-        return min(tokens, decoding + unread + calm) if calm else tokens
+        return min(tokens, decoding + unread + calm) if len(short) < len(reading) else tokens
 
-    def _without_decode(self, reading: list[Sequence], long: list[Sequence], now: float) -> int:
-        """The token budget of a step in which nobody decodes. Where short prompts come, those that take longer than the target
-        leave half of it to the next one: it waits for the step that runs, and for the one that was planned behind it."""
+    def _calm(self, decode: Load, at: int) -> int:
+        """Tokens of long and further prompts, at position `at`, in a step that decodes. Where their part of it is too small,
+        they save it up for a later step, which stays within the target."""
+        alone, target = self.times.seconds(decode), self._target or 0.0
+        self._saved += _CALM * alone
+        tokens = self.times.within(decode, alone + self._saved, at)
+        if tokens < _WORTH and alone + self._saved < target:
+            return 0
+        self._saved = 0.0
+        return max(_LEAST, min(tokens, 2 * self.times.longest, self._most - decode.segments))
+
+    def _without_others(self, reading: list[Sequence], long: list[Sequence], now: float) -> int:
+        """The prompt tokens of a step in which none decodes but of the request that reads. Where short prompts come, those that
+        take longer than the target leave half of it to the next one."""
         if self._target is None or not self.times.longest or not long or now >= self._lively:
             return self._most
         others = sum(s.goal - s.planned for s in reading) - sum(s.goal - s.planned for s in long)
         tokens = self.times.within(Load(0, 0), self._target / 2, max(s.planned for s in long))
+        self.held = True
         return min(self._most, others + max(_LEAST, _whole(tokens)))
 
     def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,

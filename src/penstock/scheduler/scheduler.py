@@ -127,6 +127,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if nothing can be computed now, possibly because it depends on plans in flight."""
+        if self.in_flight and self._made.held:
+            return None
         step = InFlight(self._made.id + 1)
         self.cache.evictor.now = now
         self._expire(now)

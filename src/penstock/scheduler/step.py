@@ -34,6 +34,8 @@ class InFlight:
     """Indices of the segments that were cut for others."""
     load: Load = Load(0, 0)
     """The size of the step."""
+    held: bool = False
+    """Whether the next step is planned when this one has ended, so that short prompts that come meanwhile are in it."""
     limit: str = ""
     """Of LIMITS: what binds it beside the device."""
 

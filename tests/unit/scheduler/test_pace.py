@@ -165,6 +165,29 @@ def test_where_short_prompts_come_a_long_one_leaves_room_for_the_next() -> None:
     assert budget(pace, 0, [sequence(500)] * 3, 8.6, set()) == 8192
 
 
+def test_further_prompts_that_could_add_few_tokens_save_up_for_more() -> None:
+    """On a device where a few tokens of a prompt take longer than a step without any."""
+    pace = Pace(0.050, 8192)
+    for tokens in [0, 16, 64, 1500] * 40:
+        pace.learn(1, tokens, 0.002 + bool(tokens) * 0.002 + tokens * 60e-6)
+    found = [budget(pace, 1, [sequence(1000, "first")], 1.0, {"other"}) - 1 for _ in range(60)]
+    assert set(found[:5]) == {0} and min(filter(None, found)) >= 64
+    seconds = sum(0.002 + tokens * 60e-6 for tokens in found if tokens)
+    assert seconds == pytest.approx(0.45 * 60 * 0.002, rel=0.2), "the same part of the device"
+    slow = learnt(Pace(0.050, 8192), 0.100, 0.010, decoding=1)
+    assert budget(slow, 1, [sequence(1000, "first")], 1.0, {"other"}) == 1 + 16, "steps are longer than the target as it is"
+
+
+def test_a_step_that_is_held_back_for_short_prompts_says_so() -> None:
+    """Also where the only answers beside are those of the request that reads."""
+    pace, many = learnt(Pace(0.050, 8192), 0.010, 20e-6, decoding=1), [sequence(1000, "first") for _ in range(40)]
+    assert budget(pace, 0, many, 5.0, set()) == 8192 and not pace.held
+    budget(pace, 0, [sequence(500)], 6.0, set())
+    assert not pace.held
+    assert budget(pace, 1, many, 6.5, {"first"}) == pytest.approx(750, abs=130) and pace.held
+    assert budget(pace, 1, many, 7.1, {"first"}) > 1500 and not pace.held
+
+
 def test_one_long_step_is_none_where_attention_would_break_a_promise() -> None:
     """The end of a long prompt, far from its beginning, beside one that decodes."""
     pace = learnt(Pace(0.050, 1024), 0.005, 10e-6, decoding=1, tokens=900)

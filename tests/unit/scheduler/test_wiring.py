@@ -20,10 +20,10 @@ from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeWorker
 
 
-def made(rows: int = 4, budget: int = 16, slabs: int = 40) -> tuple[Scheduler, FakeWorker]:
+def made(rows: int = 4, budget: int = 16, slabs: int = 40, **limits: Any) -> tuple[Scheduler, FakeWorker]:
     states = [StateSpec((Field("k", (1, 16), "float32"),), Everything())]
     layout = lay_out(states, 4, lay_out(states, 4, 0).slab_bytes * slabs)
-    return Scheduler(Cache(layout), Limits(64, rows, budget, 1000, VOCABULARY)), FakeWorker(layout, rows, 64)
+    return Scheduler(Cache(layout), Limits(64, rows, budget, 1000, VOCABULARY, **limits)), FakeWorker(layout, rows, 64)
 
 
 def request(name: str, prompt: int, output: int = 4, *, first: int = 0, more: dict[str, Any] | None = None,
@@ -149,3 +149,17 @@ def test_all_64_bits_of_a_seed_count() -> None:
     assert len({seed_key(enter.seed) for enter in plan.enter}) == len(seeds)
     high = {seed_key(number << 32) for number in range(1000)}
     assert len(high) == 1000, "keys of seeds that differ in their high half differ"
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_behind_a_step_that_is_held_back_none_is_planned(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short prompt that comes while it runs is in the next one."""
+    scheduler, worker = made(step_target=0.05)
+    monkeypatch.setattr(scheduler.pace, "budget", lambda *_: 4)
+    monkeypatch.setattr(scheduler.pace, "held", held)
+    scheduler.add(request("long", 12), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None and (scheduler.plan(0.0) is None) == held
+    if held:
+        scheduler.apply(worker.run(plan), 0.0)
+        assert scheduler.plan(0.0) is not None
