@@ -48,8 +48,7 @@ class TailFirst(Policy):
     """T-LRU: evicts the last tokens of a conversation first, as long as the prefill of its next turn stays within a budget.
 
     A page of a context of L tokens may be evicted early if the tokens before it still cover L + question - budget: then the
-    next turn, which is `question` tokens longer, prefills at most `budget` tokens. Both are in tokens.
-    """
+    next turn, which is `question` tokens longer, prefills at most `budget` tokens. Both are in tokens."""
 
     def __init__(self, page: int, budget: int = 1024, question: int = 256) -> None:
         self._page = page
@@ -67,8 +66,7 @@ class CostAware(Policy):
 
     Computing a position costs its GEMMs with the weights, the same for every position, plus attention over all positions before
     it; at position `_EVEN` both cost the same (about 32k for an 8B model). The bytes are those of the groups that still have
-    the page.
-    """
+    the page."""
 
     _EVEN = 32_768
     _KINDS = 4
@@ -93,8 +91,7 @@ class Adaptive(Policy):
 
     A ghost list remembers the token fingerprints of evicted blocks for a while. If a block returns that had been used once, the
     target for the number of such blocks grows; if one returns that had been used again, it shrinks. The kind that exceeds its
-    share is evicted first, from the least recently used block on. Only every fourth block is sampled for the ghost list.
-    """
+    share is evicted first, from the least recently used block on. Only every fourth block is sampled for the ghost list."""
 
     _WATCHED = 4
     _GRACE = 100

@@ -27,8 +27,7 @@ class Indexer:
     def add(self, sequence: Sequence) -> None:
         """Adds the sequence's whole pages below `sequence.computed` to the index.
 
-        Where the index has pages with equal contents already, they replace the sequence's own pages.
-        """
+        Where the index has pages with equal contents already, they replace the sequence's own pages."""
         state, page = state_of(sequence), self.page
         upto = sequence.computed - sequence.computed % page
         if upto <= state.indexed:

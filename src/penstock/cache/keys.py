@@ -34,8 +34,7 @@ def root(model: str, adapter: str = "", salt: str = "") -> Key:
     """The parent key of the first page of a context.
 
     BLAKE2b-256 with the personalisation string "penstock" followed by the version's digits, over the three texts in UTF-8, each
-    prefixed with its length as 8 bytes, little-endian.
-    """
+    prefixed with its length as 8 bytes, little-endian."""
     hashed = blake2b(digest_size=SIZE, person=b"penstock%d" % SCHEMA)
     for part in (model, adapter, salt):
         data = part.encode()
@@ -54,8 +53,7 @@ def links(parent: Key, data: bytes | bytearray, page: int) -> list[Key]:
 
     A page with media is hashed with its placeholder tokens, followed by an entry for each run of positions of one medium: the
     run's first position in the page and its length, 4 bytes each, little-endian, then the medium's digest prefixed with its
-    length as 8 bytes.
-    """
+    length as 8 bytes."""
     width, keys = page * _TOKEN_BYTES, []
     mixed = bool((np.frombuffer(data, np.int32) < 0).any())
     for start in range(0, len(data) - width + 1, width):

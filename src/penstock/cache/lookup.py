@@ -70,8 +70,7 @@ def reach(keeps: Sequence[Retention], places: Sequence[Places], page: int, match
     inside a page, the group must have that page too: it is copied and continued, and a later match may need its beginning.
 
     The first `matched` positions have equal tokens; the last page may extend beyond them. Snapshots (`Retention.exact`) are
-    valid only at page boundaries and at `sealed`, the end of a partial last page (-1 if there is none).
-    """
+    valid only at page boundaries and at `sealed`, the end of a partial last page (-1 if there is none)."""
     n = min(matched, limit)
     holes = [np.flatnonzero(ids < 0) for ids in places]
     while n > 0:

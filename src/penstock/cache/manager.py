@@ -132,8 +132,7 @@ class Cache:
         """Finds the longest cached prefix of a sequence without pages, takes its pages for the sequence, returns its length.
 
         The last known token is never matched, because its logits are needed. A sequence of which all positions must be
-        computed matches nothing. A fork has pages already and continues where it is planned.
-        """
+        computed matches nothing. A fork has pages already and continues where it is planned."""
         if sequence.pages:
             return sequence.planned
         state, page = self._begin(sequence, reuse), self.layout.page
@@ -179,8 +178,7 @@ class Cache:
         """Allocates writable pages for positions [planned, upto) of a sequence with a batch row, in all groups or in none.
 
         Returns False if there is no room. Pages that no position from `planned` on needs are released first. A page that has
-        other holders, or that the index keeps, is copied before it is written (copy-on-write).
-        """
+        other holders, or that the index keeps, is copied before it is written (copy-on-write)."""
         if not sequence.pages:
             sequence.pages = [PageRun() for _ in self.layout.groups]
         elif self.lookup.simple and self._next_page(sequence, upto):

@@ -173,8 +173,7 @@ class Prefix:
         """Adds whole blocks after position `at` of `node`; `pages[g]` has a held page for each block, -1 for none.
 
         Where the tree has a page already, it stays and replaces the entry in `pages`; otherwise the given page is kept. Returns
-        the node that contains the last block, and the leaves with a partial page that the new blocks make redundant.
-        """
+        the node that contains the last block, and the leaves with a partial page that the new blocks make redundant."""
         node, i, count, width, spent = self.locate(node, at), 0, len(data) // self.width, self.width, []
         while i < count:
             if at < node.end:

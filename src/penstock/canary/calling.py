@@ -46,8 +46,7 @@ TEXT = Field("string", "the text", _words)
 class Tool:
     """A function that can be called: ways to ask for it, and what it answers.
 
-    `asks` and `says` name the parameters in braces; `says` also {result}, a value of `result`.
-    """
+    `asks` and `says` name the parameters in braces; `says` also {result}, a value of `result`."""
 
     name: str
     about: str

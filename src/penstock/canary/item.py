@@ -27,8 +27,7 @@ class Item:
 
     `answer` is the canonical answer, what the model is trained to write, thought included; `grade` says how others are judged:
     "exact" (the text after any thought, without surrounding space), "json" (equal values), "call" (one call of a tool with
-    equal arguments) or "holds" (the text contains `expected`). `thinking` asks the chat template for a thought.
-    """
+    equal arguments) or "holds" (the text contains `expected`). `thinking` asks the chat template for a thought."""
 
     skill: str
     key: str
@@ -47,8 +46,7 @@ class Item:
     def right(self, text: str, calls: Sequence[Mapping[str, Any]] = (), *, stopped: bool = True) -> bool:
         """Whether an answer is right: its text, and the tool calls if the server has parsed them, as {"name", "arguments"}.
 
-        `stopped` is False if the answer ran into its token limit: the model did not know when to stop, so it is wrong.
-        """
+        `stopped` is False if the answer ran into its token limit: the model did not know when to stop, so it is wrong."""
         if not stopped:
             return False
         if self.thinking and "</think>" not in text and "<think>" in text:

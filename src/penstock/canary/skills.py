@@ -180,8 +180,7 @@ _EDGE_DIGITS = EDGE - 5
 def edge(rng: Random, span: float) -> Item:  # noqa: ARG001 (every skill takes a span; this one has a fixed length)
     """So many digits again that each, when it is to be said, is the last token that a window of EDGE still shows.
 
-    For canary-edge, whose layers all have that window. Digits repeat too soon to be found by what surrounds them.
-    """
+    For canary-edge, whose layers all have that window. Digits repeat too soon to be found by what surrounds them."""
     digits = "".join(str(rng.randrange(10)) for _ in range(_EDGE_DIGITS))
     return _ask(f"Copy: {digits}", digits, "edge", digits)
 

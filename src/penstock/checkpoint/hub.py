@@ -27,8 +27,7 @@ def resolve_folder(model: str, revision: str | None = None, *, resume: bool = Fa
     the hub.
 
     With `resume` a download goes on in the middle of a file. Honours huggingface_hub's HF_HUB_OFFLINE, HF_HOME and HF_TOKEN.
-    ModelError says where was looked and what to do.
-    """
+    ModelError says where was looked and what to do."""
     if "/" not in model:
         model = read_aliases().get(model, model)
     if model == canary.NAME:

@@ -209,8 +209,7 @@ class Conversation:
         """Sends the conversation with `question` at its end and prints the answer as it comes; calls of tools are answered by
         the user, until the model makes none.
 
-        False if it failed; the question is then forgotten.
-        """
+        False if it failed; the question is then forgotten."""
         before = len(self.messages)
         self.messages.append({"role": "user", "content": question})
         try:

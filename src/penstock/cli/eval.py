@@ -115,8 +115,7 @@ def verdict(found: Comparison) -> str:
 def chosen(text: str | None) -> list[str]:
     """The skills of a list with commas; those of the whole family if there is none.
 
-    ConfigError names the nearest to one that does not exist.
-    """
+    ConfigError names the nearest to one that does not exist."""
     if text is None:
         return list(SKILLS)
     named = [name.strip() for name in text.split(",") if name.strip()]

@@ -50,8 +50,7 @@ EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; the returned number is the process's exit code.
 
-    An error that is meant for the user is one line on stderr, without a trace.
-    """
+    An error that is meant for the user is one line on stderr, without a trace."""
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except PenstockError as error:

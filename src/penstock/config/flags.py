@@ -48,8 +48,7 @@ def number(text: str) -> float:
 def pairs(text: str) -> dict[str, str]:
     """`key=value`, several with commas between, or a JSON object of texts, numbers and true or false, all taken as texts.
 
-    Keys whose value is null are left out.
-    """
+    Keys whose value is null are left out."""
     if text.lstrip().startswith("{"):
         try:
             value = json.loads(text)
@@ -70,8 +69,7 @@ def pairs(text: str) -> dict[str, str]:
 class Collect(argparse.Action):
     """Adds the flag's one value to those of earlier occurrences: lists are joined, mappings merged.
 
-    A list's flag takes one value and not as many as follow: `--api-key SECRET MODEL` must leave MODEL alone.
-    """
+    A list's flag takes one value and not as many as follow: `--api-key SECRET MODEL` must leave MODEL alone."""
 
     def __call__(self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  _option: str | None = None) -> None:
@@ -173,8 +171,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any], skip: Iterable[st
     """Adds a flag for every field of the dataclass `cls` that is not in `skip`, under its group's heading.
 
     bool: --flag and --no-flag. list: one value or several with commas, and the flag may be repeated. dict: see `pairs`, may be
-    repeated. int: see `integer`. A flag that is not given leaves no trace in the namespace: the dataclass has the defaults.
-    """
+    repeated. int: see `integer`. A flag that is not given leaves no trace in the namespace: the dataclass has the defaults."""
     leave_out = set(skip)
     hints = get_type_hints(cls)
     groups = {group.title: group for group in parser._action_groups}  # noqa: SLF001 (argparse has no public name for them)
@@ -206,8 +203,7 @@ def from_args(args: argparse.Namespace, cls: type[Options], **more: Any) -> Opti
 def with_flags(message: str, *classes: type[Any]) -> str:
     """An error message in which options of `classes` are called as on the command line: max_model_len -> --max-model-len.
 
-    Names of one word (seed, dtype) are common words as well, and are options only where the message begins with them.
-    """
+    Names of one word (seed, dtype) are common words as well, and are options only where the message begins with them."""
     names = [field.name for cls in classes for field in dataclasses.fields(cls)]
     compound = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
     simple = "|".join(name for name in names if "_" not in name)
@@ -219,8 +215,7 @@ def words_of(path: str) -> list[str]:
     """The command line that a YAML file stands for: a mapping of flags, without their dashes, to values.
 
     Lists repeat the flag, mappings become JSON, true and false --flag and --no-flag, and what is null is left out. ConfigError
-    if the file cannot be read or is no such mapping.
-    """
+    if the file cannot be read or is no such mapping."""
     import yaml  # type: ignore[import-untyped]  # late: only --config needs it
 
     try:

@@ -41,8 +41,7 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 def engine_options(model: str | EngineOptions, given: Mapping[str, Any]) -> EngineOptions:
     """EngineOptions from keywords, as `LLM` and `AsyncLLM` take them; `model` may be EngineOptions that `given` changes.
 
-    ConfigError for a name that does not exist, naming similar ones, and for a value that is not possible.
-    """
+    ConfigError for a name that does not exist, naming similar ones, and for a value that is not possible."""
     known = {field.name for field in dataclasses.fields(EngineOptions)}
     wanted: dict[str, Any] = {}
     for name, value in given.items():

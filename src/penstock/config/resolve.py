@@ -187,8 +187,7 @@ def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSp
     """Divides what is left after weights and the worst-case step. `free_bytes` is what the cache may take at most;
     `occupancy`, what a GPU's memory was like at first, is for the message.
 
-    Raises ConfigError naming the longest context that fits, if the one that was asked for does not.
-    """
+    Raises ConfigError naming the longest context that fits, if the one that was asked for does not."""
     whole = lay_out(states, config.page, 0)
     one = whole.slabs_for(config.max_model_len, config.max_num_batched_tokens) * whole.slab_bytes
     asked = limits.cache_bytes

@@ -22,8 +22,7 @@ def option(default: Any, doc: str, choices: tuple[str, ...] = (), *, group: str 
 
     choices: the possible values, if they are few. group: the heading of this option and those after it. least: the smallest
     possible number. fraction: above 0 and at most 1. commas: whether one value of a list's flag may hold several, with commas
-    between. short: a second name of the flag.
-    """
+    between. short: a second name of the flag."""
     metadata = {"doc": doc, "choices": choices, "group": group, "least": least, "fraction": fraction, "commas": commas,
                 "short": short}
     if isinstance(default, dict | list):

@@ -77,8 +77,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Parameters of one request. Treat an object as immutable once constructed; `check()` is called on submission.
 
-    A result is a function of (seed, position) and the logits alone, never of the other requests in the batch.
-    """
+    A result is a function of (seed, position) and the logits alone, never of the other requests in the batch."""
 
     n: int = 1
     """Number of independent continuations. Each has its own seed, derived from `seed` and its index."""

@@ -14,8 +14,7 @@ class Sequence:
     """Counts of positions: computed <= planned <= goal.
 
     `known` tokens are on the host (`tokens`); `planned` positions are in plans already made; `computed` positions are done.
-    Owned by the scheduler; nothing else writes it.
-    """
+    Owned by the scheduler; nothing else writes it."""
 
     __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done",
                  "due", "epoch", "expected", "goal", "index", "limit", "mark", "masked", "pages", "passed", "phase",
@@ -117,8 +116,7 @@ class PageRun:
     """The pages of one cache group that a sequence holds: `ids[i]` covers positions [i * page, (i + 1) * page).
 
     Entries below `first` were given back (behind a window) and are stale; -1 where no page is needed, inside a segment of an
-    exact state.
-    """
+    exact state."""
 
     __slots__ = ("first", "ids")
 

@@ -52,8 +52,7 @@ class AsyncLLM:
 
         `on_loading` is told (bytes of weights loaded, of how many), `on_death` the reason if the engine goes. After
         `stall_timeout` seconds without progress open requests fail and new ones are refused; `template_timeout` is how long a
-        chat template may take for one conversation. ConfigError for an option that does not exist.
-        """
+        chat template may take for one conversation. ConfigError for an option that does not exist."""
         self.options = engine_options(model, options)
         self.stall_timeout = stall_timeout
         self.template_timeout = template_timeout
@@ -223,8 +222,7 @@ class AsyncLLM:
         """Submits requests whose outputs share one stream. EngineDeadError if there is no engine, RequestError for a request
         that cannot be encoded; then none of them is open.
 
-        Ids come from `new_id` and are used once, so that a late update of an aborted request cannot reach another request.
-        """
+        Ids come from `new_id` and are used once, so that a late update of an aborted request cannot reach another request."""
         self._check_alive()
         assert self.info is not None
         self.traffic.check_room(requests, self.options.max_num_queued_reqs + self.info.max_num_seqs)
@@ -250,8 +248,7 @@ class AsyncLLM:
         """Yields the request's whole output so far, each time it has grown. Closing the generator aborts the request.
 
         Cached prompts are shared only with requests of equal `cache_salt`; `retention` gives the spans to keep cached.
-        `request_id` is for `abort`; RequestError if it is in use. `service_tier` is its class of service.
-        """
+        `request_id` is for `abort`; RequestError if it is in use. `service_tier` is its class of service."""
         self._check_alive()
         name = self.new_id()
         given = request_id or name

@@ -52,8 +52,7 @@ class Launches(Protocol):
 class Threaded:
     """For CPU devices: runs plans on a thread of this process, so that the next plan is made meanwhile.
 
-    The thread is used at depth 1 too, where nothing overlaps, so that Ctrl-C interrupts the waiting and never the step.
-    """
+    The thread is used at depth 1 too, where nothing overlaps, so that Ctrl-C interrupts the waiting and never the step."""
 
     def __init__(self, worker: Launches) -> None:
         self._worker = worker

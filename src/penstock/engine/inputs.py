@@ -154,8 +154,7 @@ class Inputs:
         `add_special_tokens` applies to text. `salt`, `tenant`, `retain` and `adapter` are the Request's. `keep` keeps that
         many of the prompt's tokens (vLLM's truncate_prompt_tokens), -1 as many as fit, and cuts the others off at `side`;
         marks and spans are of the whole prompt. The answer to a request that is `parsed` shows the markers of the model's
-        dialect. Tokens of a `predicted` text are tried as drafts.
-        """
+        dialect. Tokens of a `predicted` text are tried as drafts."""
         if self.info.task != "generate":
             raise RequestError(f"this model cannot generate: its checkpoint has no language model's head, only what is needed "
                                f"to {self.info.task}", param="model", code="unsupported_parameter")
@@ -297,8 +296,7 @@ class Inputs:
     def _bad_sequences(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that spell a word: at the start of a text, after a space, and within or after another word.
 
-        A word can be spelled by still other sequences, which stay possible, as in vLLM.
-        """
+        A word can be spelled by still other sequences, which stay possible, as in vLLM."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("bad_words are text, but there is no tokenizer (skip_tokenizer_init); use bad_words_token_ids",

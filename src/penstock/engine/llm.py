@@ -64,8 +64,7 @@ class LLM:
         `options` are the fields of EngineOptions (config/schema.py). `layout` "auto": ranks and stages of this one engine are
         found by the model's size and the GPUs.
         vLLM's trust_remote_code (a model's own code is never run) and tensor_parallel_size=1 are accepted and change nothing.
-        ConfigError for an option that does not exist, naming similar ones; ModelError if the model cannot be used.
-        """
+        ConfigError for an option that does not exist, naming similar ones; ModelError if the model cannot be used."""
         self.options = engine_options(str(model), {"tokenizer": tokenizer, **options})
         if layout not in (None, "auto"):
             raise ConfigError(f"layout is {layout!r}; possible is auto, or the sizes themselves (tensor_parallel_size ...)")
@@ -133,8 +132,7 @@ class LLM:
         Spans for each prompt. `lora_request` names the adapter that answers, `service_tier` the class of service (one for
         all, or a list): classes share the engine by their weights, and none is refused for its promise. RequestError, naming
         the prompt, before anything runs if one cannot be served. A request that fails while it runs ends with finish_reason
-        "error"; the others go on.
-        """
+        "error"; the others go on."""
         batch = _batch(prompts)
         texts = [_text(prompt) for prompt in batch]
         return self._run(batch, texts, sampling_params, use_tqdm, True, priority, cache_salt, retention, lora_request,
@@ -151,8 +149,7 @@ class LLM:
         `chat_template` is a template's text or the name of one of the model's; `cache_salt`, `retention` and `lora_request`
         are `generate`'s, the other keywords `ChatTemplate.render`'s. Parts marked with cache_control stay cached
         (docs/cache.md). Each output has a `message`: its text read as content, reasoning and, with `tools`, tool calls
-        (docs/tools.md).
-        """
+        (docs/tools.md)."""
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         prompts = []
@@ -388,8 +385,7 @@ class _Meter:
 def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
     """Defers Ctrl-C to the points between engine turns: the yielded function raises it. A second Ctrl-C raises at once.
 
-    Active only in the main thread while Python's default SIGINT handler is installed.
-    """
+    Active only in the main thread while Python's default SIGINT handler is installed."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is not signal.default_int_handler:
         yield lambda: None

@@ -61,8 +61,7 @@ Found = TypeVar("Found")
 class RankGroup(ABC):
     """Several ranks as one: each runs every plan, and the results of the last pipeline stage's first rank are used.
 
-    Memory is planned for the smallest rank. If one rank fails, the group fails.
-    """
+    Memory is planned for the smallest rank. If one rank fails, the group fails."""
 
     def __init__(self, ranks: list[Any], last: int = 0) -> None:
         """`last`: the number of the last pipeline stage; the ranks come stage by stage."""

@@ -143,8 +143,7 @@ def written(render: Callable[[Messages, Tools], str], messages: Messages, tools:
 
     The template must not see the marks, and it decides where contents appear. So the conversation is rendered once as it is and
     once with a unique random word at each mark; a mark is where its word appears. RequestError for an invalid mark, or for one
-    whose place the template does not render.
-    """
+    whose place the template does not render."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         # `render` says what is wrong with it.
         return Marked(render(messages, tools))

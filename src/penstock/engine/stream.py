@@ -14,8 +14,7 @@ class Stream:
     """Outputs of one or several requests as they arrive. Close it, or iterate it to its end.
 
     `async for deltas in stream` yields all deltas since the last iteration, at least one. Raises RequestError when a request
-    was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted.
-    """
+    was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted."""
 
     def __init__(self, work: Workers, drop: Callable[[Stream], None]) -> None:
         """`work` runs the encoding of long answers; `drop` forgets the stream's open requests and aborts them."""

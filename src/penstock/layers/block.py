@@ -46,8 +46,7 @@ class BranchSpec:
 class BlockSpec:
     """Stages, one after another; the branches of a stage read the same stream and are added to it together.
 
-    ((attention,), (mlp,)) is the usual block, ((attention, mlp),) has a parallel residual (Wang and Komatsuzaki 2021).
-    """
+    ((attention,), (mlp,)) is the usual block, ((attention, mlp),) has a parallel residual (Wang and Komatsuzaki 2021)."""
 
     stages: tuple[tuple[BranchSpec, ...], ...]
 

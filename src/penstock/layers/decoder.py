@@ -112,8 +112,7 @@ class Decoder:
         """The hidden state of each of the step's T tokens after the last norm, [T, width] in the model's dtype; or, if the step
         says so, at its `ends` alone, [E, width]. A pipeline stage but the last returns the stream of all tokens.
 
-        Updates the states of all tokens in the cache.
-        """
+        Updates the states of all tokens in the cache."""
         if self.spec.drafts:
             step.beside = self.entry(len(step.tokens))
         division, ends = step.division, step.ends if self.spec.ends else None

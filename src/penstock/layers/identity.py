@@ -27,8 +27,7 @@ def computation(spec: ModelSpec, states: Sequence[StateSpec], kernels: Sequence[
     """Hex digits that differ if anything differs that may change a key or a value, or how they are stored.
 
     `max_positions` is left out, because it changes neither and differs between engines that should share: it is the limit that
-    a config states for `max_model_len`, which itself enters through the frequencies.
-    """
+    a config states for `max_model_len`, which itself enters through the frequencies."""
     described = {"spec": dataclasses.replace(spec, max_positions=0), "states": list(states), "kernels": sorted(kernels),
                  "dtype": dtype}
     return hashlib.sha256(json.dumps(_plain(described, max_model_len), sort_keys=True).encode()).hexdigest()

@@ -42,8 +42,7 @@ class Piece:
     def share(self, rank: int, ranks: int) -> tuple[int, int]:
         """The half-open interval of rows that a rank holds, counted from the piece's beginning.
 
-        Ranks take equal numbers of units in order, as many as the first needs; the last ones may have fewer, or none.
-        """
+        Ranks take equal numbers of units in order, as many as the first needs; the last ones may have fewer, or none."""
         units = self.rows // self.unit
         assert units * self.unit == self.rows, f"{self.name} has {self.rows} rows, which are no whole units"
         if self.copied and units < ranks:

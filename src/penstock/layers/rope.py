@@ -65,8 +65,7 @@ class DynamicScaling(NoScaling):
     """NTK-aware scaling of the base by the length in use.
 
     The length is `max_model_len`, once for all: were it each sequence's own (as in transformers), a key's rotation would
-    depend on how long its sequence was when it was written, and no page could be shared. Up to `original` nothing changes.
-    """
+    depend on how long its sequence was when it was written, and no page could be shared. Up to `original` nothing changes."""
 
     factor: float
     original: int
@@ -147,8 +146,7 @@ class LongRopeScaling:
 
     The long set serves if `max_model_len` is beyond the original length, as in vLLM: one choice for the engine's life, since
     keys of both kinds cannot be mixed. transformers chooses anew at every length, so a short prompt agrees with it only while
-    `max_model_len` is at most `original`.
-    """
+    `max_model_len` is at most `original`."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]

@@ -165,8 +165,7 @@ class ModelSpec:
         """Returns the states of all mixers, in the order in which they run; `dtype` is the model's, a torch name.
 
         A pipeline stage returns the states that the ranks of every stage allot, so that pages mean the same everywhere: of each
-        kind, as many as the stage with most has.
-        """
+        kind, as many as the stage with most has."""
         if not self.stages:
             return _states(self.blocks, dtype)
         most: Counter[StateSpec] = Counter()

@@ -39,8 +39,7 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
     tables, and decides how some rope scalings behave (layers/rope.py). `progress` is called with (bytes done, bytes in all).
     `place` is that of a rank, which loads its share and exchanges with its `group`, `data` and `context`. `resident`: experts
     of a layer on the device, if not all (`ModelSpec.resident`). `away`: blocks whose matrices are not (`ModelSpec.away`);
-    on a CPU, or with `folder_away`, they are in a file. ModelError names what is wrong with the config or the files.
-    """
+    on a CPU, or with `folder_away`, they are in a file. ModelError names what is wrong with the config or the files."""
     spec = replace(describe(config), resident=resident, away=away)
     learned = spec.embedding.positions if isinstance(spec.embedding, EmbeddingSpec) else 0
     if learned and max_model_len > spec.longest:

@@ -127,8 +127,7 @@ def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta
     """The rotation that a config asks for, in today's form (`rope_parameters`) or the older (`rope_theta`, `rope_scaling`).
 
     `layer_type` picks an entry where `rope_parameters` differ by layer type; `theta` and `fraction` are the family's defaults;
-    `aliases` are other names that the family uses for scalings, `interleaved` is the order of its rotated elements.
-    """
+    `aliases` are other names that the family uses for scalings, `interleaved` is the order of its rotated elements."""
     given = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise config.wrong("rope_parameters" if "rope_parameters" in config.values else "rope_scaling", "an object")

@@ -72,8 +72,7 @@ class EagleAttention(nn.Module):
         """[B, L, D] of x [B, L, 2D]; adds this step's keys and values to `steps`.
 
         At step j of a draft, place t sees what is up to t - j as the target left it (step 0), and each later place as the step
-        that drafted it left it: place t - j + i by step i. `seen` [B, L, L] is what step 0 may see.
-        """
+        that drafted it left it: place t - j + i by step i. `seen` [B, L, L] is what step 0 may see."""
         query = self._rotated(self._heads(self.q_proj(x), self.heads), positions)
         steps.append((self._rotated(self._heads(self.k_proj(x), self.groups), positions),
                       self._heads(self.v_proj(x), self.groups)))
@@ -128,8 +127,7 @@ class Eagle(nn.Module):
     """The EAGLE-3 head (Li et al. 2025), in the layout that vLLM and SGLang load as LlamaForCausalLMEagle3.
 
     Tensors: fc, midlayer.*, norm, lm_head (rows of the drafted tokens), d2t (what to add to a drafted token's number to get the
-    target's), t2d (whether a token of the target can be drafted). The embedding is the target's and not stored.
-    """
+    target's), t2d (whether a token of the target can be drafted). The embedding is the target's and not stored."""
 
     d2t: torch.Tensor
     t2d: torch.Tensor
@@ -190,8 +188,7 @@ class Eagle(nn.Module):
         """Logits [B, L, draft_vocab_size] of each step of a draft of `depth` tokens, as if every place were the last step's.
 
         embeds [B, L, D] are of the tokens at t + 1. Step 0 reads the target's features; each later step reads, in their place,
-        what the step before left one place earlier. So the head is trained on what it will meet: its own states.
-        """
+        what the step before left one place earlier. So the head is trained on what it will meet: its own states."""
         steps: list[tuple[torch.Tensor, torch.Tensor]] = []
         hidden, logits = self.fc(features), []
         for step in range(depth):

@@ -37,8 +37,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 def family(config: Mapping[str, Any]) -> SimpleNamespace | None:
     """The members of a family's file, for a config of a decoder that transformers knows; None if it does not, or is not there.
 
-    ModelError if its modules cannot be driven.
-    """
+    ModelError if its modules cannot be driven."""
     architecture = (config.get("architectures") or [None])[0]
     if any(config.get(key) for key in EXPERTS):
         return None

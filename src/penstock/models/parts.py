@@ -151,8 +151,7 @@ def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embe
             head: HeadSpec | None = None, max_positions: int | None = None, beyond: int = 0) -> ModelSpec:
     """The whole model, by `vocab_size`, `hidden_size`, `tie_word_embeddings` and `max_position_embeddings`.
 
-    The context length is what the rope scaling makes of `max_position_embeddings`, unless given.
-    """
+    The context length is what the rope scaling makes of `max_position_embeddings`, unless given."""
     blocks = tuple(blocks)
     if max_positions is None:
         mixers = [mixer for block in blocks for mixer in block.mixers]

@@ -54,8 +54,7 @@ def registry() -> Registry:
 def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType | SimpleNamespace]:
     """(architecture, family) by `architectures[0]`, or by `model_type` where no architecture is named.
 
-    ModelError names the nearest that is known, and all.
-    """
+    ModelError names the nearest that is known, and all."""
     known = registry()
     named = config.get("architectures")
     if named:

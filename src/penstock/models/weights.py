@@ -337,8 +337,7 @@ class _Workbench:
     """Reusable host memory in which parameters are assembled one after another, mapped from the system and returned when done.
 
     malloc would keep it, as holes between the packed weights, for the life of the process, and fresh memory for each parameter
-    costs half a second per gigabyte in page faults. If packing keeps the memory, the next parameter gets new memory.
-    """
+    costs half a second per gigabyte in page faults. If packing keeps the memory, the next parameter gets new memory."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -405,8 +404,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
     """Random parameters of the same shapes, for benchmarks; a function of the seed alone. Ranks have shares of the same ones.
 
     Matrices are N(0, 1 / columns), so that activations and logits have unit scale. They repeat one array of random numbers:
-    drawing a billion takes a minute, copying them a second.
-    """
+    drawing a billion takes a minute, copying them a second."""
     stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
     scaled: dict[int, torch.Tensor] = {}
     shares = Shares(spec, place, str(dtype).removeprefix("torch."))

@@ -60,8 +60,7 @@ def apply(x, out, codes, scales, fixed, stride, rows, width: tl.constexpr, block
     """out [rows, width] = kind(x), times the second half of x's rows if gated. A program takes a block of one row.
     With a `span` that divides blocks also the result's codes, see `store_rounded`.
 
-    `stride` is x's row stride in units of `align` elements.
-    """
+    `stride` is x's row stride in units of `align` elements."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()

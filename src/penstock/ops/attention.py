@@ -86,8 +86,7 @@ class Span(NamedTuple):
 class SharedPrefixes:
     """Shared prefixes (cascade attention): which single-query segments of a step begin with the same pages.
 
-    Immutable; consumers may compare by identity to see that nothing changed.
-    """
+    Immutable; consumers may compare by identity to see that nothing changed."""
 
     segments: Ints
     """[N] segment indices, ordered so that long common prefixes are adjacent. Segments not listed share nothing."""
@@ -131,8 +130,7 @@ class AttentionOps:
     def library_spans(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
         """Returns the long prefill segments of a step that a vendor library should compute; pass them to `prepare` and `apply`.
 
-        For eager steps only: a captured CUDA graph must not depend on the composition of a step.
-        """
+        For eager steps only: a captured CUDA graph must not depend on the composition of a step."""
         return []
 
     def divider(self, geometry: Geometry) -> Divides | None:
@@ -160,8 +158,7 @@ class AttentionOps:
         sum(counts) are the padded sizes (the bucket). The array's length and the launch grids depend only on the geometry and
         these two sizes, because a captured CUDA graph is replayed with other contents. `library` lists the segments that a
         vendor library computes. Without `shared`, each segment reads its shared prefix itself. With `slack` [S], context is an
-        upper bound that may be up to slack[s] positions too long, and `correct` must run on the device afterwards.
-        """
+        upper bound that may be up to slack[s] positions too long, and `correct` must run on the device afterwards."""
         return None
 
     def correct(self, geometry: Geometry, work: torch.Tensor | None, lag: torch.Tensor, segments: int, tokens: int) -> None:
@@ -186,8 +183,7 @@ class AttentionOps:
         `tree`: hides more keys, where there are neither windows nor slopes.
         query_start [S + 1] and context [S] are int32 on q's device; `work` is the result of `prepare`, on the same device, and
         `library` its argument. Returns [T, H, D] in q's dtype. Scores and sums are float32; the reference's result for a query
-        does not depend on the other queries of the step.
-        """
+        does not depend on the other queries of the step."""
         elsewhere = {span.segment for span in library}
         return partial(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks, slopes, scales,
                        without=elsewhere, tree=tree)[0].to(q.dtype)
@@ -200,8 +196,7 @@ class AttentionOps:
         """`apply` over the keys of one stripe, for segments that are not in `library`; sinks count in the first stripe.
 
         Returns results [T, H, D] and the logarithms of the softmax's sums, [T, H] float32, LEAST where a query sees no key:
-        results of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys.
-        """
+        results of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys."""
         elsewhere = {span.segment for span in library}
         out, sums = partial(q, k_cache, v_cache, table, query_start, context, scale, 0, softcap, sinks, slopes, scales, stripe,
                             elsewhere)

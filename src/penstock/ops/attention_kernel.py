@@ -23,8 +23,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 def _merge(acc, peak, total, more_acc, more_peak, more_total):
     """Merges two partial softmax results (weighted sum of values, maximum score, sum of weights); scores are in base 2.
 
-    Explicit FMAs fix the rounding, so that merging the same parts always gives the same bits.
-    """
+    Explicit FMAs fix the rounding, so that merging the same parts always gives the same bits."""
     top = tl.maximum(peak, more_peak)
     shift = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(peak - shift), tl.exp2(more_peak - shift)
@@ -222,8 +221,7 @@ def _attend(q, q_tail, own, k_cache, v_cache, table, start, stop, unit, opened, 
     """Returns a partial softmax result over keys [start, stop): weighted sum of values, maximum score, sum of weights.
 
     All queries of the tile see keys [opened, closed), whose bounds are multiples of the block; with `edges` these run unmasked.
-    closing: the result is merged unit by unit, in order.
-    """
+    closing: the result is merged unit by unit, in order."""
     acc = tl.zeros(q.shape, tl.float32)
     peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
@@ -266,8 +264,7 @@ def _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot,
                block_m: tl.constexpr, block_d: tl.constexpr):
     """Reads a part that `_store_part` wrote, possibly on another multiprocessor: .cg bypasses the L1 cache.
 
-    The first `parts` parts have a slot for each query of the tile; the own parts of each query follow.
-    """
+    The first `parts` parts have a slot for each query of the tile; the own parts of each query follow."""
     row = tl.arange(0, block_m)
     slot = tl.where(part < parts, first_slot + part * queries + row // group, own_slot + part - parts)
     kept = (row // group < queries) & (part < parts + own_parts)
@@ -359,8 +356,7 @@ def gather(k_cache, v_cache, k, v, table, table_stride, begin, end, page_stride,
     """Copies the keys and values of G rows of a block table from position `begin` on to contiguous k and v
     [G, N, KV heads, size]; writes zeros for positions from `end` on. Codes (k_form, v_form) are decoded.
 
-    Grid (KV heads, N / block_n, G).
-    """
+    Grid (KV heads, N / block_n, G)."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()
@@ -407,8 +403,7 @@ def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, ou
     """Merges `count` attention results of the same queries over different keys. Each is [N, H, size], normalised by its own sum
     of weights, with the log-sum-exp (natural logarithm, as in FlashAttention) in [H, N]. Each token of a part is contiguous.
 
-    Grid (N, H / block_h).
-    """
+    Grid (N, H / block_h)."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()
@@ -449,8 +444,7 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
     edges: blocks whose keys all queries see run unmasked, which pays if most blocks are of this kind (prefill). fixed
     (batch-invariant mode): partial sums end at multiples of the item's `unit` of keys, so they do not depend on where an item
     begins or ends. words: codes are read by `_scan_words`. The program that completes a tile's last part merges all parts
-    in order, so the result does not depend on which program that is.
-    """
+    in order, so the result does not depend on which program that is."""
     head = tl.program_id(0)
     item = items + tl.program_id(1) * fields
     token, queries, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)

@@ -86,8 +86,7 @@ def _groups(common: Ints, queries: int) -> list[tuple[int, list[Bounds]]]:
     """Returns (prefix length in keys, ranges of neighbours) of the groups that save most, in one pass over `common`.
 
     `stretches` is a stack of open ranges that are nested, the inner ones sharing longer prefixes. When a range ends, either all
-    of it becomes one group, or its inner groups stay and its ungrouped rest becomes another group.
-    """
+    of it becomes one group, or its inner groups stay and its ungrouped rest becomes another group."""
     groups, free = list[tuple[int, list[Bounds]]](), [(0, 1)]
     gain, loose = 0, 1
     stretches, last = list[tuple[int, _Start]](), _Start(0, 0, 0, 0, 0)

@@ -243,8 +243,7 @@ def correct(work: torch.Tensor, plan: Layout, lag: torch.Tensor) -> None:
     """Implements AttentionOps.correct: moves query positions back by `lag`.
 
     Key ranges stay unchanged: programs read no keys behind their queries, so an item that lies entirely behind them contributes
-    nothing. Shared-prefix items stay unchanged too, because their keys precede all of their queries in any case.
-    """
+    nothing. Shared-prefix items stay unchanged too, because their keys precede all of their queries in any case."""
     for launch in (plan.narrow, plan.broad):
         if launch is not None:
             items = work[launch.offset:launch.offset + launch.items * FIELDS].view(-1, FIELDS)

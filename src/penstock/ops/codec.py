@@ -29,8 +29,7 @@ class Coding:
     """A vector [D] of one head: number = value(code) * scale + shift, for each `group` of elements.
 
     Codes of 4 bits: a byte has element j in its lower half and element j + D / 2 in its upper one. Codes of 3 bits: 8 elements
-    in 3 bytes, lowest bits first.
-    """
+    in 3 bytes, lowest bits first."""
 
     dtype: str
     """A torch name. uint8: packed codes of `bits`."""

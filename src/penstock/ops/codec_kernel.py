@@ -69,8 +69,7 @@ def halved(codes, at, kept, size: tl.constexpr, block_d: tl.constexpr, fast: tl.
     """Vectors of 8-bit codes at codes + at [N] as two tiles [N, block_d / 2] of float16, in units of the scale: their even
     elements, their odd ones. Strides are multiples of 16 bytes.
 
-    Codes are loaded as words of two: shared memory has no transposed reads of single bytes, which values need.
-    """
+    Codes are loaded as words of two: shared memory has no transposed reads of single bytes, which values need."""
     kind: tl.constexpr = codes.dtype.element_ty
     place = tl.arange(0, block_d // 2)
     words = codes.to(tl.pointer_type(tl.uint16), bitcast=True) + tl.multiple_of(at // 2, 8)[:, None]

@@ -38,8 +38,7 @@ class CodedWeight(Weight):
         pairs, halves        16-bit scales, two to a line: those of two units, or two of the same unit
         zeros, shifts        a 16-bit scale and a zero (subtracted before the scale) or a shift (added after it), a line each
     gains [n] are factors of whole rows. blocks: float32 scales of blocks of 128 x 128 once more, as the library takes them.
-    scaled: x has no scales, one a row ("token"), or one a unit ("group").
-    """
+    scaled: x has no scales, one a row ("token"), or one a unit ("group")."""
 
     __slots__ = ("blocks", "form", "gains", "input_scale", "kind", "order", "padded", "scale", "scaled", "scales", "spread",
                  "table", "unit", "words")

@@ -19,8 +19,7 @@ def quarters(code, kind: tl.constexpr, dtype: tl.constexpr, fast: tl.constexpr):
     """The bits of float numbers for the four 4-bit codes of 16, the lowest first, as `dtype`.
 
     int4: 128 + code (bfloat16) or 1024 + code (float16), whose last bit stands for one: fewer instructions than a conversion.
-    e2m1: the number itself times 2^-126 or 2^-14, as its exponent keeps its bias. Other types: plain arithmetic.
-    """
+    e2m1: the number itself times 2^-126 or 2^-14, as its exponent keeps its bias. Other types: plain arithmetic."""
     wide: tl.constexpr = dtype == tl.bfloat16
     if fast and kind == "int4":
         if wide:
@@ -234,8 +233,7 @@ def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, 
     """A tile's sums over the columns [begin, end), `count` units a step, and gated those of the rows n below.
 
     x, at and beside point to column 0 of x's rows, which are rows `row` of xs, and of both halves' codes; `own` are the rows
-    of the matrix. joined: the parts of split-K, of `share` columns each, are added in order.
-    """
+    of the matrix. joined: the parts of split-K, of `share` columns each, are added in order."""
     size: tl.constexpr = at.shape[1]
     per: tl.constexpr = 2 if form == "pairs" else 1
     odd: tl.constexpr = form == "pairs" and count == 1
@@ -293,8 +291,7 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
 
     The forms of codes, words, gains and table are those of ops/coded_forms.py::CodedWeight; `spread` is the number of rows that
     words have, `scales` the scales of a unit and row. xs: float32, one a row of x (scaled "token") or [padded / unit, rows]
-    ("group"). Split-K, tickets and `joined` are as in ops/linear_kernels.py::tiles. A loop's step is `count` units.
-    """
+    ("group"). Split-K, tickets and `joined` are as in ops/linear_kernels.py::tiles. A loop's step is `count` units."""
     tile = tl.program_id(0)
     row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
     rm, rn = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide)
@@ -368,8 +365,7 @@ def fixed_point(x, codes, scales, rows, stride, k, units, span: tl.constexpr, li
     """x [rows, k] as 16-bit fixed point with a scale of each unit of 128 columns, for `dots`. A program takes `span` units.
 
     codes: int32 [4, rows, units * 16]: high and low bytes of the columns that a word's even fields belong to, then those of its
-    odd fields; both bytes are signed. scales: float32 [units, rows]. x is read by pairs of 16-bit numbers.
-    """
+    odd fields; both bytes are signed. scales: float32 [units, rows]. x is read by pairs of 16-bit numbers."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()
@@ -412,8 +408,7 @@ def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.con
     scale a unit.
 
     A program takes 8 * `groups` rows of the matrix in `steps` steps of `span` units (`even`: exactly). It loads all its codes
-    before it waits for the kernel that writes x. A warp reads 8 rows of a unit, which are 512 bytes in a row. codes: int32.
-    """
+    before it waits for the kernel that writes x. A warp reads 8 rows of a unit, which are 512 bytes in a row. codes: int32."""
     first = tl.program_id(0) * (8 * groups)
     units = padded // 128
     u, word_of, eight = tl.arange(0, span), tl.arange(0, 128), tl.arange(0, 8)

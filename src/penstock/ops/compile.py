@@ -90,8 +90,7 @@ def watch() -> bool:
     """Points Triton's cache to Penstock's cache folder, unless the user chose one, and counts compilations. False without
     Triton.
 
-    Call it early: it starts hashing Triton's sources on a thread, which every cache look-up needs.
-    """
+    Call it early: it starts hashing Triton's sources on a thread, which every cache look-up needs."""
     if importlib.util.find_spec("triton") is None:
         return False
     if "TRITON_CACHE_DIR" not in os.environ:
@@ -111,8 +110,7 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
     """Dry run: launches in this context reach no device. The kernels that they would compile for `chip` are entered in the
     dict.
 
-    Tensors must be on torch's meta device. Not for use while another thread launches kernels.
-    """
+    Tensors must be on torch's meta device. Not for use while another thread launches kernels."""
     from triton import knobs
     from triton.runtime.driver import driver
 

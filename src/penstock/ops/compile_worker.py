@@ -43,8 +43,7 @@ def import_kernels(name: str) -> ModuleType:
     """Imports a module of kernels, and has Triton compute the cache keys of all its functions in the order of their definition.
 
     Otherwise a kernel's key depends on which kernel was launched first: Triton 3.6 merges the constants that a function uses
-    into its caller's key, but only once the function has a key itself.
-    """
+    into its caller's key, but only once the function has a key itself."""
     module = importlib.import_module(name)
     for found in list(vars(module).values()):
         if isinstance(found, JITCallable):

@@ -103,8 +103,7 @@ class ExpertsOps:
         x [T, W]; picks [T, K] int32, where -1 is no expert; weights [T, K] float32; up: stack of [2 F, W], gates first;
         down: stack of [W, F]; biases [E, 2 F] and [E, W]. With `inward` (Llama 4) weights multiply the experts' inputs instead.
         Products accumulate in float32, inner results have x's dtype, picks are summed in float32 in their order. An
-        implementation that is registered as batch_invariant gives a token the same bits in any company.
-        """
+        implementation that is registered as batch_invariant gives a token the same bits in any company."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         shares = total.new_zeros(*picks.shape, x.shape[1])
         for expert in picks.unique().tolist():

@@ -76,8 +76,7 @@ def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, 
             alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
     """The grouped GEMM, with the grids of ops/experts_kernels.py::grouped.
 
-    x [rows, k], with scales xs if it is `scaled`: [rows] ("token") or [padded / unit, rows] ("group").
-    """
+    x [rows, k], with scales xs if it is `scaled`: [rows] ("token") or [padded / unit, rows] ("group")."""
     if linked:
         gdc_wait()
         gdc_launch_dependents()

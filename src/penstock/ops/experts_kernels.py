@@ -47,8 +47,7 @@ def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.c
     """GEMV for each pick, without tensor cores. Grid: (blocks of `wide` outputs, picks).
 
     Gated: x is the tokens' [T, k], out [T * K, n] by pick. Else x is [T * K, k] by pick, and out is x's product times scales.
-    The first `ahead` blocks of the weight are loaded before the wait for the kernel that writes x; the picks are older.
-    """
+    The first `ahead` blocks of the weight are loaded before the wait for the kernel that writes x; the picks are older."""
     pick = tl.program_id(1)
     if linked and gated:
         gdc_wait()
@@ -202,8 +201,7 @@ def fetch(picks, total, missing, up, up_stage, down, down_stage, up_size, down_s
           block: tl.constexpr):
     """Copies both matrices of expert missing[i] to place i of the stages, if it is among up to `most` picks, or in any case.
 
-    Sizes are those of a matrix in 32-bit words. Grid: (missing experts, programs that share one).
-    """
+    Sizes are those of a matrix in 32-bit words. Grid: (missing experts, programs that share one)."""
     expert = tl.load(missing + tl.program_id(0))
     wanted = 1
     if not every:
@@ -313,8 +311,7 @@ def grouped(x, weight, where, bias, out, picks, order, starts, tile_expert, tile
             alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
     """The grouped GEMM. Grid: (blocks of outputs, tiles) of sorted picks if `arranged`; gated, out is then by place, else x is.
     Otherwise (blocks of outputs, E) of up to `block` unsorted picks, of which a program finds its expert's; rows of x and out
-    are as in `picked`.
-    """
+    are as in `picked`."""
     if linked:
         gdc_wait()
         gdc_launch_dependents()
@@ -345,8 +342,7 @@ def panels(x, weight, xs, gains, bias, out, order, starts, tile_expert, tile_pla
 
     Gated, both halves are one operand, so that a tile has `wide` outputs from 2 * wide rows. Tiles are swizzled in bands of
     `group`, so that concurrent programs share x and weight in L2. Not gated, both may be codes: rows of x have the scales xs,
-    those of the weight the factors gains.
-    """
+    those of the weight the factors gains."""
     across = tl.cdiv(n, wide)
     parts: tl.constexpr = 2 if gated else 1
     rk = tl.arange(0, deep)

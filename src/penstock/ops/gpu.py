@@ -69,8 +69,7 @@ def multiprocessors(device: torch.device) -> int:
 def linked(device: torch.device) -> bool:
     """Whether kernels use programmatic dependent launch: a kernel may start before the previous one has ended.
 
-    Every program of such a kernel must wait (`gdc_wait`) before it reads or writes memory that other kernels write.
-    """
+    Every program of such a kernel must wait (`gdc_wait`) before it reads or writes memory that other kernels write."""
     return capability(device) >= (9, 0)
 
 

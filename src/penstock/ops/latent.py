@@ -19,8 +19,7 @@ def latent_write(q: torch.Tensor, latent: torch.Tensor, norm: torch.Tensor, eps:
     (`interleaved`, cos and sin [max positions, R / 2] float32); the first D of a latent are normed (RMSNorm with weight
     norm [D]), those of a query are not looked at. cache [pages, 1, page, D + R]; slots [T] int64: page id x page size + offset,
     or -1 for padding, of which nothing is written. out [T, H, D + R]: its last R elements are written. q and latent are not
-    changed.
-    """
+    changed."""
     at, turned, width = positions.long(), 2 * cos.shape[1], norm.shape[0]
     c, s = cos[at], sin[at]
     out[..., width:] = rotate(q[..., -turned:], c, s, interleaved)

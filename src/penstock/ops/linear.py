@@ -90,8 +90,7 @@ class LinearOps:
         """GEMM: x [T, K] times the transposed weight, plus bias [N]. x has the weight's dtype and a contiguous last dimension.
 
         Returns [T, N] in `out_dtype`, by default x's. Accumulates in float32. An implementation that is registered as
-        batch_invariant sums in an order that does not depend on T.
-        """
+        batch_invariant sums in an order that does not depend on T."""
         out: torch.Tensor = F.linear(x, weight.data, bias)
         return out if out_dtype is None else out.to(out_dtype)
 

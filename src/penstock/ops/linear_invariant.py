@@ -32,8 +32,7 @@ _EXACT = Tile(32, 32, 32, stages=2)
 def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bool) -> Tile:
     """The tile for n output columns. It changes only at powers of two of `rows`, so that a few sizes exercise every tile.
 
-    `Tile.split` depends on n, k, dtype and gated alone.
-    """
+    `Tile.split` depends on n, k, dtype and gated alone."""
     if dtype == torch.float32:
         return _EXACT
     split = 1 if gated else parts(n, k, gated)

@@ -43,8 +43,7 @@ def _gate(x, z, dtype: tl.constexpr, kind: tl.constexpr):
 def _fetch(at, columns, wide: tl.constexpr, threads: tl.constexpr):
     """Prefetches the first `columns` of each of `wide` rows into L2, in multiples of 16 bytes per thread.
 
-    Rows must be aligned to 16 bytes. Does nothing if `columns` is below one.
-    """
+    Rows must be aligned to 16 bytes. Does nothing if `columns` is below one."""
     pieces: tl.constexpr = threads // wide
     piece = columns // (pieces * 8) * 8
     if piece > 0:
@@ -72,8 +71,7 @@ def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: t
     A thread accumulates its own columns in float32; the program reduces them once, at the end. The first `ahead` blocks of the
     weight, which k must have, are loaded before the wait for the kernel that writes x. FP8 codes: `gains` are factors of their
     rows, and x is codes times the scale `fixed`, or with `most`, their largest magnitude, it is rounded to codes here, as by
-    ops/coded_kernels.py::quantize; `whole` is a power of two of at least k.
-    """
+    ops/coded_kernels.py::quantize; `whole` is a power of two of at least k."""
     rows = tl.program_id(0) * wide + tl.arange(0, wide)
     columns = tl.arange(0, deep)
     kept = tl.minimum(rows, n - 1)
@@ -190,8 +188,7 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
     `stride` is x's row stride in units of `align` elements. Split-K: K is summed in `split` parts, which are added in order.
     Grid: (tiles, split); the last program of a tile, found by an atomic ticket, adds the parts. `partial` holds `split` sums
     per tile, `tickets` one counter per tile, zero before and after. With `joined` the grid is (tiles, 1), one program computes
-    all parts, and neither buffer is used.
-    """
+    all parts, and neither buffer is used."""
     tile = tl.program_id(0)
     row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
     rm, rn, rk = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide), tl.arange(0, deep)

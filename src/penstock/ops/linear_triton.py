@@ -49,8 +49,7 @@ class Tile(NamedTuple):
 def choose(rows: int, n: int, k: int, gated: bool, boxes: bool = False) -> Tile | None:
     """The tile for x [rows, k] times [n, k] transposed (gated: of each half of [2 n, k]); None selects cuBLAS.
 
-    `boxes`: whether TMA may be used.
-    """
+    `boxes`: whether TMA may be used."""
     if rows == 1:
         return one_row(n, k)
     if rows <= 64:
@@ -90,8 +89,7 @@ def few_rows(rows: int, n: int, k: int, gated: bool, divide: bool) -> Tile:
     """The tile for up to 64 rows. `divide`: split-K may be used.
 
     The fewer programs there are, the more loads each needs in flight. Above 32 rows x is read as often as the weight if a
-    program takes 64 of its rows, so tiles are wide where that leaves enough of them, and narrow rather than split elsewhere.
-    """
+    program takes 64 of its rows, so tiles are wide where that leaves enough of them, and narrow rather than split elsewhere."""
     if rows > 32 and n >= 8192:
         return Tile(64, 128, 64)
     if rows > 32 and 2048 <= n < 6144:

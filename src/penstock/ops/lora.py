@@ -195,8 +195,7 @@ class LoraOps:
         """Adds to `out` [T, rows], in place, `low` times B^T for the rows in `groups`. `bias` is what `out` contains of one.
         Of rows with gains g, `out` less the bias is multiplied by g first.
 
-        x A^T is rounded to x's dtype; the sum is done in float32 and rounded once. A row's bits do not depend on other rows.
-        """
+        x A^T is rounded to x's dtype; the sum is done in float32 and rounded once. A row's bits do not depend on other rows."""
         target = slabs.layout.targets[path]
         for slot, rows, (width, scaled), ranks in self._tiles(target, slabs, groups):
             up = slabs.data[slot, target.up * width:(target.up + target.rows) * width].view(width, target.rows).float()

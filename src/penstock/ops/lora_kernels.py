@@ -20,8 +20,7 @@ def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down
 
     Grid: (parts * pieces * blocks of `ranks` ranks, walkers over tiles). `line` and `told` are strides of data and facts,
     `down` and `fact` the target's places in them. x's rows are `stride * align` apart. The first `ahead` blocks of `deep`
-    columns are loaded at once, those of A before the wait.
-    """
+    columns are loaded at once, those of A before the wait."""
     if linked:
         gdc_launch_dependents()
     blocks: tl.constexpr = (rank + ranks - 1) // ranks
@@ -77,8 +76,7 @@ def expand(low, data, gains, facts, blocks, count, tiles, order, out, bias, stri
     """out = (out - bias) * (1 + gain) + bias + low B^T, for the rows in tiles. Grid: (columns by `wide`, walkers over tiles).
 
     low [parts, rows, pieces, rank] is summed over its parts and rounded to data's type; out's rows are `stride` apart; blocks
-    [blocks, 3] has the piece, the first column and the piece's end for each `block` columns; even: multiples of 16.
-    """
+    [blocks, 3] has the piece, the first column and the piece's end for each `block` columns; even: multiples of 16."""
     if linked:
         gdc_launch_dependents()
     each: tl.constexpr = block // wide

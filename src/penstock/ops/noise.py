@@ -51,8 +51,7 @@ def exponential(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
     argmin(E / p) then draws from p (the exponential race, equal to Gumbel-max; Maddison et al. 2014). The uniform number under
     the logarithm is an odd multiple of 2^-24, so that neither end of the interval can occur: at 0 a token could not win, and at
-    1 it would win whatever its probability.
-    """
+    1 it would win whatever its probability."""
     bits = _mix(_mix(ids * signed(STEP) + key) ^ key)
     between = (((bits >> 9) & 0x7FFFFF) | 0x3F800000).view(torch.float32)  # 1 + k 2^-23, of 23 random bits k
     return between.sub_(1 - 2.0**-24).log_().neg_()

@@ -16,8 +16,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 
     x is [..., W] with its last dimension contiguous and otherwise any strides; weight [W]. offset 1 is Gemma's. The product
     with the weight is done in float32 and rounded once. Returns x's dtype and shape, contiguous. `reader`: the matrix that the
-    result is multiplied with first, for implementations that round activations for it on the way.
-    """
+    result is multiplied with first, for implementations that round activations for it on the way."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (weight.float() + offset)).to(x.dtype).contiguous()

@@ -17,8 +17,7 @@ def normalise(x, residual, weight, bias, out, codes, scales, fixed, rows, x_stri
     that divides the block also out's codes, see ops/activation_kernel.py::store_rounded.
 
     Residual and bias may be None. A program takes `tall` rows, each of which fits in a block. Strides are in units of `align`
-    elements, so that loads can be vectorised.
-    """
+    elements, so that loads can be vectorised."""
     row = (tl.program_id(0) * tall + tl.arange(0, tall)).to(tl.int64)[:, None]
     column = tl.arange(0, block)[None, :]
     inside = (row < rows) & (column < width)

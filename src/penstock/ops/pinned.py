@@ -10,8 +10,7 @@ import torch
 class Pinned:
     """Page-locked (pinned) host memory for asynchronous copies, registered while this object lives.
 
-    Existing memory is registered in place, because torch rounds pinned allocations up to a power of two.
-    """
+    Existing memory is registered in place, because torch rounds pinned allocations up to a power of two."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory

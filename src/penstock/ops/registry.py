@@ -50,8 +50,7 @@ def _any_shape(_n: int, _k: int) -> bool:
 class Implementation:
     """`call` serves `op`. Of the implementations that can serve here, the one of highest `rank` is bound.
 
-    The other fields say what it can do: callers read them instead of comparing names.
-    """
+    The other fields say what it can do: callers read them instead of comparing names."""
 
     op: str
     name: str
@@ -194,8 +193,7 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
     """The best implementation of every operation for this device and dtype.
 
     `prefer` maps an operation, or "*", to an implementation's name and must be honoured: ConfigError if it cannot serve.
-    Elsewhere `batch_invariant` admits only implementations that are; ConfigError if an operation has none here.
-    """
+    Elsewhere `batch_invariant` admits only implementations that are; ConfigError if an operation has none here."""
     load()
     prefer = prefer or {}
     unknown = sorted(prefer.keys() - _TABLE.keys() - {"*"})
@@ -241,8 +239,7 @@ def set_threads(count: int, kernels: Kernels) -> None:
     """Sets the number of CPU threads that kernels may use.
 
     PyTorch's own pool gets them only if it computes the GEMMs: its threads meet at a barrier after every operation, and with a
-    busy neighbour on a core an operation of microseconds then takes milliseconds.
-    """
+    busy neighbour on a core an operation of microseconds then takes milliseconds."""
     torch.set_num_threads(count if kernels.chosen["linear"].threads else 1)
     for module in _MODULES:
         setter = getattr(importlib.import_module(f"penstock.ops.{module}"), "set_threads", None)

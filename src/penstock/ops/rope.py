@@ -21,8 +21,7 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positio
     last. cos, sin [max positions, R / 2] float32 for the first R dimensions of a head, in two halves (Su et al. 2021, in the
     GPT-NeoX order), or `interleaved` in pairs of neighbours (GPT-J's order); None leaves positions out. q_norm, k_norm [D]:
     RMSNorm weights a head, applied before the rotation. k and v are not changed. Without v, values are not written; without
-    slots, token t is written to slot t.
-    """
+    slots, token t is written to slot t."""
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, offset)
     if k_norm is not None:

@@ -20,8 +20,7 @@ def _turn(x, out, norm, cos, sin, kept, written, eps, offset, size: tl.constexpr
     """Norms and rotates the heads at x [n, 1] into those at out [n, 1].
 
     The first `half` elements of a head rotate with the next `half`, or if interleaved each even one with the next, in blocks of
-    `near`; the rest, a block of `far`, is copied.
-    """
+    `near`; the rest, a block of `far`, is copied."""
     a, b = tl.arange(0, near)[None, :], tl.arange(0, far)[None, :]
     turned, stays = a < half, b < size - 2 * half
     first = 2 * a if interleaved else a

@@ -87,8 +87,7 @@ class SampleOps:
     `row` [S] int32. `position` [S] int32 is where each line's sampled token will stand, which is also how many tokens the row
     has; `tokens` [R, L] int32 are the rows' tokens. A row of -1 is padding: nothing is read or written for it.
 
-    A NaN or +inf among a line's logits survives every operation, so that `choose` finds it.
-    """
+    A NaN or +inf among a line's logits survives every operation, so that `choose` finds it."""
 
     def choose(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
                position: torch.Tensor, threshold: torch.Tensor | None = None, out: torch.Tensor | None = None,
@@ -97,8 +96,7 @@ class SampleOps:
 
         Rows without Feature.RANDOM take the largest logit, the lowest id of equals. Rows with it draw from the softmax of their
         scaled logits, of those that are not below `threshold` [S] float32 (see `threshold`). NOT_FINITE (0 in `tokens`) where a
-        logit is NaN or +inf, or all are -inf.
-        """
+        logit is NaN or +inf, or all are -inf."""
         values, places = self.candidates(logits, table, row, position, threshold)
         return self.elect(values, places, tokens, row, position, out, shift)
 
@@ -107,8 +105,7 @@ class SampleOps:
         """The best token of each of some parts of a line, the parts in the order of the vocabulary: values [S, P] float32 and
         ids [S, P] int32. `first` is the id of the logits' first token, where they are a share of the vocabulary.
 
-        The value of a token is its logit; for rows with Feature.RANDOM a race's, whose winner is drawn.
-        """
+        The value of a token is its logit; for rows with Feature.RANDOM a race's, whose winner is drawn."""
         mine = table[row.long()]
         drawn = (mine[:, Column.FEATURES] & int(Feature.RANDOM) > 0).nonzero()[:, 0]
         if len(drawn) < len(row):
@@ -153,8 +150,7 @@ class SampleOps:
 
         With x the logits times INVERSE_TEMPERATURE, in float32: first those below max(x) + LOG_MIN_P go, then those that TOP_K
         or more are larger than, then those that are preceded, among the tokens still there, by larger ones with TOP_P of the
-        probability or more. Equals at a border all stay, so that nothing depends on an order among them.
-        """
+        probability or more. Equals at a border all stay, so that nothing depends on an order among them."""
         found = torch.full((len(row),), -torch.inf, device=logits.device)
         mine = table[row.long()]
         lines = (mine[:, Column.FEATURES] & int(Feature.FILTER) > 0).nonzero()[:, 0]
@@ -192,8 +188,7 @@ class SampleOps:
                  position: torch.Tensor, lines: torch.Tensor) -> None:
         """Repetition, frequency and presence penalties on the `lines` [L] int32 of logits (float32), in place.
 
-        From the tokens in the rows: there is no state to keep in step.
-        """
+        From the tokens in the rows: there is no state to keep in step."""
         where, mine = lines.long(), row[lines.long()].long()
         columns = table[mine]
         real = columns.view(torch.float32)
@@ -250,8 +245,7 @@ class SampleOps:
         """Ids (int32), log probabilities (float32) and ranks (int32), each [L, 1 + top]: of `tokens` [L] int32 first, then of
         the `top` most likely, under the softmax of the logits' `lines` [L] int32 (None: of all).
 
-        A rank is 1 + how many tokens are more likely. A token below 0 (NOT_FINITE) is scored as token 0.
-        """
+        A rank is 1 + how many tokens are more likely. A token below 0 (NOT_FINITE) is scored as token 0."""
         x = (logits if lines is None else logits[lines.long()]).float().log_softmax(-1)
         mine = tokens.long().clamp(min=0)[:, None]
         value = x.gather(1, mine)

@@ -102,8 +102,7 @@ def race(logits, stride, tiles, table, row, position, threshold, begins, values,
     """Argmax over `tiles` tiles of a line: program (line, part) -> values, places [S, parts]. Ids are counted from `begins`.
 
     The value is the logit, or for random rows the scaled logit minus the logarithm of an exponential variate (Gumbel-max). A
-    NaN logit counts as +inf.
-    """
+    NaN logit counts as +inf."""
     enter(linked)
     line, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     mine = tl.load(row + line)
@@ -168,8 +167,7 @@ def count(lines, first, table, row, position, tokens, length, counts, tile: tl.c
           linked: tl.constexpr):
     """Counts the tokens of a line's row: 2 per occurrence in the output, plus 1 if the token is in the prompt.
 
-    Program (line, part) -> counts [lines, vocab], which must be zero before.
-    """
+    Program (line, part) -> counts [lines, vocab], which must be zero before."""
     enter(linked)
     line = tl.load(lines + first + tl.program_id(0))
     mine = tl.load(row + line)
@@ -189,8 +187,7 @@ def penalize(lines, first, table, row, position, tokens, length, counts, logits,
              vocab: tl.constexpr, align: tl.constexpr, linked: tl.constexpr):
     """Applies penalties to the tokens of a line's row, by their counts: program (line, part).
 
-    Where a token occurs several times, the first occurrence to be processed takes its count and applies the penalty once.
-    """
+    Where a token occurs several times, the first occurrence to be processed takes its count and applies the penalty once."""
     enter(linked)
     line = tl.load(lines + first + tl.program_id(0))
     mine = tl.load(row + line)

@@ -32,8 +32,7 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
 
     known [R, L] int32: the rows' tokens. tables: for each cache group [R, C] int32, row -> page ids. row, start [S] and
     query_start [S + 1] int32. `tokens` T >= query_start[S]: tokens beyond it are padding, with token 0, position 0, slot -1.
-    `columns` bounds the pages of any segment's context.
-    """
+    `columns` bounds the pages of any segment's context."""
     at = torch.arange(tokens, dtype=torch.int32, device=known.device)
     segment = torch.searchsorted(query_start[1:], at, right=True).clamp_(max=len(row) - 1)
     inside = at < query_start[-1]

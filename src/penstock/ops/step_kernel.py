@@ -13,8 +13,7 @@ def build_step(known, row, start, query_start, tables, tokens_out, positions_out
                wide: tl.constexpr, linked: tl.constexpr):
     """Programs of `block` tokens each, followed by `pieces` programs per segment, each for `wide` columns of its block tables.
 
-    tables, tables_out and slots_out are tuples, one entry a cache group. 2^halvings > segments.
-    """
+    tables, tables_out and slots_out are tuples, one entry a cache group. 2^halvings > segments."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()

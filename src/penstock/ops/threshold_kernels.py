@@ -102,8 +102,7 @@ def _pivots(words, mode, low, high, opening: tl.constexpr, vocab: tl.constexpr):
 
     They are evenly spaced, except in the opening pass with top_k, where they are denser towards high because k is mostly small.
     The threshold of top_p lies no further below the peak than where the whole vocabulary would have 1 - top_p of the peak's
-    probability.
-    """
+    probability."""
     j = tl.arange(0, _PIVOTS)
     least, most = unordered(low), unordered(high)
     part = 1.0 - tl.maximum(j - 1, 0).to(tl.float32) / (_PIVOTS - 1)
@@ -146,8 +145,7 @@ def narrow(logits, stride, each, table, row, partial, before, after, tallies, op
     that they belong to, after [S, STATE]. Lines whose low and high are close enough are skipped.
 
     The opening pass derives the state from the results of `extremes` in `partial`, later ones from the state `before` and its
-    tallies in `partial`.
-    """
+    tallies in `partial`."""
     enter(linked)
     line, part = tl.program_id(0), tl.program_id(1)
     words = _words(table, row, line)

@@ -19,8 +19,7 @@ def exchange(x, out, buffers, flags, epochs, count, rank, size: tl.constexpr, mo
     """x [count] of `size` ranks -> out: their sum in the order of the ranks, rounded once, or with `gather` [size, count].
 
     buffers, flags [size] int64: the ranks' memory, [2, size, most, room] of x's type and [size, most] int32. epochs [most]
-    int32 is this rank's own. Program b exchanges `run` elements from b x run on; `room` >= run.
-    """
+    int32 is this rank's own. Program b exchanges `run` elements from b x run on; `room` >= run."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,8 +64,7 @@ def add_norm(x, residual, weight, out, buffers, flags, epochs, rank, residual_st
     and rounded once, plus residual; out its RMS norm times (offset + weight). Bits are those of `exchange` and a norm after it.
 
     buffers, flags [size] int64: the ranks' memory, [2, size, room] of x's type and [size, most] int32; epochs [most] int32.
-    Program b exchanges row b.
-    """
+    Program b exchanges row b."""
     row, at = tl.program_id(0), tl.arange(0, block)
     there = at < width
     gain = tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + offset

@@ -21,8 +21,7 @@ def gptq(scheme: Scheme, matrix: torch.Tensor, moments: torch.Tensor, damping: f
     """The scheme's parts of a matrix [n, k] whose products with inputs x change least; moments [k, k]: the sum of x x^T.
 
     Columns come by falling moments, as act-order does, but groups and their scales are those of the original order, so that the
-    format needs no order. `damping` is a share of the mean moment.
-    """
+    format needs no order. `damping` is a share of the mean moment."""
     n, k = matrix.shape
     assert isinstance(scheme, Int8 | Grouped)
     parts = scheme.encode(matrix)

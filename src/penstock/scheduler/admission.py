@@ -64,8 +64,7 @@ class Admission:
         """Returns the maximum tokens, prompt included, of each of the request's sequences. RequestError if the request can
         never run, or if `max_queued` requests wait beside those for whom there are rows, or _CHOICES times as many sequences.
 
-        A request counts once, however many choices and prompts it has: a few with 128 choices must not keep all others out.
-        """
+        A request counts once, however many choices and prompts it has: a few with 128 choices must not keep all others out."""
         prompt = len(request.prompt_ids)
         if prompt == 0:
             raise RequestError("the prompt has no tokens", param="prompt", code="invalid_value")

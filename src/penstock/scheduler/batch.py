@@ -33,8 +33,7 @@ class Batch:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
 
         Every sequence gets at least one position; the rest of the budget goes to the first in order, but for what the policy
-        leaves to others.
-        """
+        leaves to others."""
         queues, drafting = self._queues, self._drafts
         cache, policy = queues.cache, queues.policy
         running, at, preempted = list(queues.running), 0, False

@@ -59,8 +59,7 @@ class Adaptive(DraftPolicy):
     takes the better; the other is tried now and then. So drafting ends where steps are bound by compute (many sequences, a CPU)
     and goes on where they are bound by the reading of weights, whatever the drafter costs. Within a step that drafts, with R
     tokens a second and c seconds for each further position, a further draft must be kept with a probability above R * c; the
-    j-th is kept with probability a^j, where a is the sequence's acceptance. c is that of the model of step time.
-    """
+    j-th is kept with probability a^j, where a is the sequence's acceptance. c is that of the model of step time."""
 
     def __init__(self, most: int, times: StepTime, whole: bool = False) -> None:
         """`whole`: drafts are trees, which are drafted as a whole or not at all."""

@@ -107,8 +107,7 @@ class Pace:
         `at` is the position that prompts are at, on average.
 
         If most sequences are in prefill and one step can take most of it, one long step is better than several, because it
-        delays the few decoding sequences only once; unless that breaks a promise.
-        """
+        delays the few decoding sequences only once; unless that breaks a promise."""
         times, decoding, target = self.times, decode.segments, self._target
         if target is None or not times.longest or promised == math.inf:
             return self._most

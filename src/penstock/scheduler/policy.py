@@ -25,8 +25,7 @@ Standing = float | tuple[float, ...]
 class Policy:
     """Defines the service order; lower values come first. The first in order must always be able to make progress.
 
-    This base class orders by priority, then arrival, then index within the request, and promises nothing.
-    """
+    This base class orders by priority, then arrival, then index within the request, and promises nothing."""
 
     def arrive(self, sequence: Sequence) -> None:
         """Reports a new sequence, before it is in any order. RequestError if it cannot be served."""

@@ -48,8 +48,7 @@ class Gate:
     """Gives each request an id, echoed as X-Request-Id; checks key, origin and content type; answers for exceptions.
 
     The scope of a request that passes has its `request_id`, its `api_key` (b"" if it came with none), whether that is an
-    `admin` key, the `error_shape` of its path's dialect, and the file's `key` or None.
-    """
+    `admin` key, the `error_shape` of its path's dialect, and the file's `key` or None."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str], origins: Iterable[str],
                  shapes: ErrorShapes, on_error: Callable[[BaseException], None], keys_file: KeyFile | None = None) -> None:

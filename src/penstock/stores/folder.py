@@ -103,8 +103,7 @@ def claim(path: str, adopt: bool = False) -> CacheFolder:
     """The cache's subfolder of the folder `path`; both are created if missing.
 
     ConfigError if the folder holds other people's files and `adopt` does not permit that, or if the subfolder is not one that
-    this user's Penstock created. OSError if the file system does not let us write now (full, read-only, no permission).
-    """
+    this user's Penstock created. OSError if the file system does not let us write now (full, read-only, no permission)."""
     outer = Path(path).expanduser()
     if outer.exists() and not outer.is_dir():
         raise ConfigError(f"cache_disk is {path}, which is not a folder; name a new or an empty one")

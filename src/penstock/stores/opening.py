@@ -22,8 +22,7 @@ _START_SECONDS = 2.0
 
 def open_stores(disk: str | None, remote: str | None, version: Version, adopt: bool = False, wait: bool = True) -> list[Store]:
     """The stores behind host memory, nearest first. ConfigError if one can never be used. A store that is unavailable now, or
-    does not answer soon, is opened later; without `wait` every store is opened later, by the threads that use it.
-    """
+    does not answer soon, is opened later; without `wait` every store is opened later, by the threads that use it."""
     stores: list[GuardedStore] = []
     if disk is not None:
         stores.append(GuardedStore("disk", disk, lambda: DiskStore(claim(disk, adopt), version)))

@@ -39,8 +39,7 @@ def checksum(page: memoryview, sums: Sums | None = None) -> int:
 
     Damage within one line changes column sums, and up to three flipped bits anywhere change some sum, so both are detected as
     by a CRC-32 of the whole page; other damage would have to cancel out in both lines and columns. A CRC-32 of the whole page
-    takes four times as long as this, and twice as long as reading the page. The caller may pass `sums` if it has them.
-    """
+    takes four times as long as this, and twice as long as reading the page. The caller may pass `sums` if it has them."""
     whole = page.nbytes - page.nbytes % _LINE
     if sums is None:
         words = np.frombuffer(page[:whole], "<u8").reshape(-1, _LINE // 8)

@@ -83,8 +83,7 @@ class WholeRun:
     is one U+FFFD for each of its bytes. `EachCharacter` differs only on such runs.
 
     So characters are final only when the run ends. Two rules bound the delay: a run that is known to be invalid is passed on at
-    once, and after LONGEST_RUN bytes the complete characters so far count as a run of their own.
-    """
+    once, and after LONGEST_RUN bytes the complete characters so far count as a run of their own."""
 
     __slots__ = ("_broken", "_held")
 
@@ -172,8 +171,7 @@ class ByteFallback:
 
     A piece is its text, or an int for a byte token. `leading` spaces are cut from the front of the whole text, as such
     vocabularies add one there; `cut_bytes` says whether a space written as a byte token counts. If the tokens `after` which
-    these come have text, then this is not the front.
-    """
+    these come have text, then this is not the front."""
 
     __slots__ = ("_cut_bytes", "_leading", "_left", "_pieces", "_run")
 

@@ -188,8 +188,7 @@ def _add_ends(core: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Ma
     """add_bos_token and add_eos_token in tokenizer_config.json win over the file's own rule, for the classes that obeyed them.
 
     Other classes of transformers ignore them beside a tokenizer.json, and its version 5 does so for all; but models were
-    published (DeepSeek's) whose file alone lacks the bos that they were trained with.
-    """
+    published (DeepSeek's) whose file alone lacks the bos that they were trained with."""
     obeyed = str(settings.get("tokenizer_class", "")).removesuffix("Fast") in ("LlamaTokenizer", "CodeLlamaTokenizer",
                                                                               "GemmaTokenizer", "CohereTokenizer")
     if not obeyed or not ("add_bos_token" in settings or "add_eos_token" in settings):

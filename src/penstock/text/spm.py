@@ -24,8 +24,7 @@ class SentencePieceVocabulary:
     """A tokenizer.model, with what the Hugging Face files beside it add: special tokens, and which ends are added.
 
     As in transformers, special tokens are recognised in the text, and each segment between them is encoded separately; with
-    `legacy` (the default) every segment gets the leading space that otherwise only the first one gets.
-    """
+    `legacy` (the default) every segment gets the leading space that otherwise only the first one gets."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], named: Mapping[str, str], added: Mapping[int, str]) -> None:
         """`added` are tokens beyond the file's own. ModelError if the file is corrupt."""

@@ -9,8 +9,7 @@ class StopStrings:
     """Watches one sequence's text for the first of some strings.
 
     The first is the one that is complete first; of those complete at the same character, the longest. So the outcome is that
-    of looking after every character, however the text is cut into pieces.
-    """
+    of looking after every character, however the text is cut into pieces."""
 
     __slots__ = ("_held", "_include", "_matched", "_stops")
 
@@ -25,8 +24,7 @@ class StopStrings:
     def push(self, delta: str, armed: bool = True) -> tuple[str, str | None]:
         """(text that is safe to show, the stop string that was met or None). After a match nothing more comes out.
 
-        While not `armed`, complete stop strings pass; one that is completed once armed counts as a whole.
-        """
+        While not `armed`, complete stop strings pass; one that is completed once armed counts as a whole."""
         if self._matched or not delta:
             return "", None
         text = self._held + delta

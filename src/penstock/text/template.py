@@ -75,8 +75,7 @@ def _strftime_now(form: str) -> str:
 class _Sandbox(ImmutableSandboxedEnvironment):
     """An immutable sandbox, except that lists can grow and shrink, because Kimi K2's template keeps a queue in a list.
 
-    That is harmless, because templates get only copies (`_plain`).
-    """
+    That is harmless, because templates get only copies (`_plain`)."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
@@ -159,8 +158,7 @@ class ChatTemplate:
 
         `tools` are OpenAI's tool objects. `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves
         the last message open instead, to be continued. Other `variables` are for the template (enable_thinking, ...).
-        RequestError, with the template's own message, if it refuses.
-        """
+        RequestError, with the template's own message, if it refuses."""
         compiled = self._choose(bool(tools))
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message and add_generation_prompt exclude each other; set one of them to false",

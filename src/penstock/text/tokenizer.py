@@ -47,8 +47,7 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> Tokenizer:
         """The tokenizer of a model's folder: tokenizer.json, or else tokenizer.model. A sentencepiece file may be named itself.
 
-        ModelError says what is missing or corrupt and what to do about it.
-        """
+        ModelError says what is missing or corrupt and what to do about it."""
         path = Path(folder)
         if path.is_file():
             return cls._load_sentencepiece(path, {}, {}, [], {})
@@ -103,8 +102,7 @@ class Tokenizer:
 
         `after` are tokens that come before them, such as the prompt, whose text the stream continues: a space that decoding
         removes from the front of a text is kept between the two, and a character that began there is completed here. `shown`
-        are special tokens that are not skipped.
-        """
+        are special tokens that are not skipped."""
         hidden = self.special_ids.difference(shown) if skip_special_tokens else frozenset()
         return self._vocabulary.detokenizer(hidden, after)
 

@@ -137,8 +137,7 @@ def _examples(least: int, most: int) -> list[int]:
 def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len: int, page: int) -> tuple[Decoder, int]:
     """Returns the model on meta tensors with one block of each kind, and its number of cache groups.
 
-    Blocks are of one kind if their specs, how their matrices are stored and the alignment of their cache fields are equal.
-    """
+    Blocks are of one kind if their specs, how their matrices are stored and the alignment of their cache fields are equal."""
     name = str(dtype).removeprefix("torch.")
     states = spec.states(name)
     none = lay_out(states, page, 0)

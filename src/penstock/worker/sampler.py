@@ -114,8 +114,7 @@ class Sampler:
         """Samples tokens [S] int32, to `out` if given, and writes them to their rows. For plain rows, or as the last step of
         `launch`.
 
-        Capturable in a CUDA graph: it uses only the addresses of its arguments and of the row tables.
-        """
+        Capturable in a CUDA graph: it uses only the addresses of its arguments and of the row tables."""
         return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)
 
     def _choose(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, threshold: torch.Tensor | None,

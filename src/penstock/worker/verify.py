@@ -93,8 +93,7 @@ class Thinking:
     """Relaxed acceptance: which rows think, and the drafts that they keep although another token was better.
 
     Lossy: while a model thinks, a draft is kept if it is among the best tokens and nearly as probable as the best. Rows that
-    report log probabilities, and those whose thinking is not ended by one token, are verified strictly.
-    """
+    report log probabilities, and those whose thinking is not ended by one token, are verified strictly."""
 
     def __init__(self, rows: Rows, rule: Acceptance) -> None:
         self._rows = rows

@@ -165,8 +165,7 @@ def _lengths(row: dict[str, Any], number: float) -> Lengths:
 def poisson_arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Arrival times in seconds, the first at 0; all 0 for an infinite rate.
 
-    Gaps are gamma distributed with mean 1/rate and shape `burstiness`.
-    """
+    Gaps are gamma distributed with mean 1/rate and shape `burstiness`."""
     if rate <= 0 or burstiness <= 0:
         raise ConfigError(f"--request-rate and --burstiness must be above 0, got {rate} and {burstiness}")
     if rate == float("inf"):
