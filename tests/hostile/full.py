@@ -1,6 +1,7 @@
 """`make hostile`: every hostile case at full size for ten minutes, beside a well-behaved client whose latency is measured.
 
-First the client alone, then with the attackers (a process of their own), then beside as many harmless requests, then alone.
+First the client alone, then with the attackers (a process of their own), then beside as many harmless requests, then beside
+attackers of another, trivial server (a control: what they take of this machine's processors), then alone.
 Printed: its p50 and p99, /health's, the memory of both processes, answers by status. Exit status 1 if a bound is broken.
 Everything goes to the loopback.
 """
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import socket
 import statistics
 import sys
@@ -112,6 +114,27 @@ def attack(url: str, document: dict[str, Any], until: float, found: Any) -> None
     statuses: Counter[str] = Counter()
     asyncio.run(_attack(url, document, until, statuses))
     found.put(dict(statuses))
+
+
+def trivial(port: Any) -> None:
+    """A server that answers every request at once, at the attackers' priority; puts its port into the queue."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = re.search(rb"(?i)content-length: (\d+)", head)
+                await reader.readexactly(int(length[1]) if length else 0)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+                await writer.drain()
+        writer.close()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port.put(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(serve())
 
 
 async def _attack(url: str, document: dict[str, Any], until: float, statuses: Counter[str]) -> None:
@@ -243,30 +266,36 @@ def main() -> int:
         # body that is not large once, then a short attack.
         asyncio.run(_each_once(server.url, document))
         warm = min(60.0, SECONDS / 2)
-        queue, process = start(attack, server, document, warm)
+        queue, process = start(attack, server.url, document, time.monotonic() + warm)
         time.sleep(warm)
         finish(queue, process, server)
         time.sleep(2)
         before = resident(server)
         alone = asyncio.run(client.run(ALONE))
-        queue, process = start(attack, server, document, SECONDS)
+        queue, process = start(attack, server.url, document, time.monotonic() + SECONDS)
         during = asyncio.run(client.run(SECONDS))
         statuses = finish(queue, process, server)
         sent = sum(count for name, count in statuses.items() if name in ("200", "400", "404", "413", "cancelled", "hung up"))
-        queue, process = start(ordinary, server, sent / SECONDS, ALONE)
+        queue, process = start(ordinary, server.url, sent / SECONDS, time.monotonic() + ALONE)
         loaded = asyncio.run(client.run(ALONE))
         finish(queue, process, server)
+        port, other = start(trivial)
+        queue, process = start(attack, f"http://127.0.0.1:{port.get(timeout=60)}", document, time.monotonic() + ALONE)
+        beside = asyncio.run(client.run(ALONE))
+        finish(queue, process, server)
+        other.kill()
         time.sleep(3)
         asyncio.run(client.run(ALONE / 2))
         after = resident(server)
-        phases = {"alone": alone, "attacked": during, "as many harmless": loaded}
+        phases = {"alone": alone, "attacked": during, "as many harmless": loaded, "attackers elsewhere": beside}
         return report(phases, statuses, before, after, client.failures, server)
 
 
-def start(work: Any, server: Served, how: Any, seconds: float) -> tuple[Any, Any]:
+def start(work: Any, *how: Any) -> tuple[Any, Any]:
+    """A queue, and a process that does `work`."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=work, args=(server.url, how, time.monotonic() + seconds, queue))
+    process = context.Process(target=work, args=(*how, queue))
     process.start()
     return queue, process
 
@@ -286,7 +315,7 @@ def report(phases: dict[str, Phase], statuses: dict[str, int], before: tuple[int
         for phase, seconds in phases.items():
             values = seconds[place]
             middle, late = (1e3 * percentile(values, share) for share in (0.5, 0.99))
-            print(f"{name:8} {phase:18} p50 {middle:7.1f} ms  p99 {late:7.1f} ms  "
+            print(f"{name:8} {phase:19} p50 {middle:7.1f} ms  p99 {late:7.1f} ms  "
                   f"max {max(values) * 1e3:7.1f} ms  mean {statistics.mean(values) * 1e3:7.1f} ms of {len(values)}")
         quiet, loud = (percentile(phases[phase][place], 0.99) for phase in ("alone", "attacked"))
         if loud - quiet > (LATENCY_RISE * quiet if name == "latency" else HEALTH_RISE):

@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import hashlib
 import importlib.util
+import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -127,6 +129,31 @@ def test_files_stay_small_and_say_what_they_are() -> None:
         assert len(text.splitlines()) <= 600, path
         assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path} does not say what it owns"
         assert path.stem not in ("utils", "util", "helpers", "common", "misc"), path
+
+
+COMPILES = """
+import ast, pathlib, sys
+for path in pathlib.Path(sys.argv[1]).rglob("*.py"):
+    tree = ast.parse(path.read_text(), str(path))
+    compile(tree, str(path), "exec", dont_inherit=True)
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        for name in {name.partition(".")[0] for name in names} & set(sys.argv[2].split(",")):
+            assert name in sys.stdlib_module_names, f"{path}: {name} is no module of Python {sys.version.split()[0]}"
+"""
+
+
+@pytest.mark.parametrize("minor", [12, 13, 14])
+def test_other_versions_of_python_compile_it(minor: int) -> None:
+    """Without a warning, and with standard modules that they have. Where such an interpreter is installed."""
+    found = [*(Path.home() / ".pyenv/versions").glob(f"3.{minor}.*/bin/python"), shutil.which(f"python3.{minor}")]
+    if not found[0]:
+        pytest.skip(f"there is no Python 3.{minor} here")
+    done = subprocess.run([found[0], "-W", "error", "-c", COMPILES, SOURCE, ",".join(sys.stdlib_module_names)],
+                          capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
+    assert not done.returncode, done.stderr
 
 
 def test_the_product_stays_small() -> None:

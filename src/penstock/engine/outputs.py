@@ -17,28 +17,12 @@ from penstock.dialects.message import Message
 from penstock.text import Detokenizer, StopStrings, Tokenizer
 
 
-class Delta(msgspec.Struct, gc=False):
-    """New output of one sequence. The last delta of a sequence has a finish_reason."""
+class Delta(Update, gc=False):
+    """New output of one sequence: an update, whose finish_reason may also come from a stop string (then its stop_reason), and
+    its text."""
 
-    request_id: str
-    index: int
-    text: str
+    text: str = ""
     """New text that no stop string will take back. May be empty although there are tokens."""
-    token_ids: list[int]
-    finish_reason: str | None = None
-    """stop | length | abort | error."""
-    stop_reason: int | str | None = None
-    """The stop string or stop token that ended it; None for end-of-sequence."""
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
-    status: int = 500
-    """With an error: the HTTP status that fits."""
-    cached_tokens: int = 0
-    timings: Timings | None = None
-    cached_by_tier: dict[str, int] | None = None
-    pooled: bytes | None = None
-    """Update.pooled"""
     ledger: dict[str, float] | None = None
     """Where the sequence's time went (`engine/ledger.py`); on its last delta."""
 
@@ -129,9 +113,7 @@ class Outputs:
 
     def _delta(self, live: _Live, sequence: _Open, update: Update) -> Delta:
         ids = update.token_ids
-        delta = Delta(update.request_id, update.index, "", ids, update.finish_reason, update.stop_reason, update.logprobs,
-                      update.prompt_logprobs, update.error, update.status, update.cached_tokens, update.timings,
-                      update.cached_by_tier, update.pooled)
+        delta = Delta(*msgspec.structs.astuple(update))
         if ids and not sequence.count:
             sequence.first_token = time.time()
         if sequence.detokenizer is None:

@@ -27,7 +27,7 @@ def parser() -> Parser:
 
 def deltas(text: str, size: int, finish: str = "stop") -> list[Delta]:
     parts = [text[at:at + size] for at in range(0, len(text), size)]
-    return [Delta("r", 0, part, [1], finish if place == len(parts) - 1 else None, cached_tokens=3 if not place else 0)
+    return [Delta("r", 0, [1], finish if place == len(parts) - 1 else None, text=part, cached_tokens=3 if not place else 0)
             for place, part in enumerate(parts)]
 
 

@@ -45,7 +45,7 @@ def test_comments_keep_a_quiet_stream_alive(monkeypatch: pytest.MonkeyPatch) -> 
         answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(  # type: ignore[arg-type]
             {"type": "http"}, None, send))  # type: ignore[arg-type]
         await asyncio.sleep(0.1)
-        stream.put([Delta("a", 0, "text", [1])])
+        stream.put([Delta("a", 0, [1], text="text")])
         await asyncio.sleep(0.1)
         stream.end("a")
         await answering
@@ -119,14 +119,14 @@ def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
                                         ("four", True, True), (large, True, False), ("six", True, True)):
             await read(stream)
             direct.possible, before = possible, len(sent)
-            stream.put([Delta("a", 0, text, [1])])
+            stream.put([Delta("a", 0, [1], text=text)])
             assert (len(sent) > before) == at_once, text[:9]
             if at_once:
                 # Others that come before the task has run are not overtaken.
                 stream.taker, taker = None, stream.taker
-                stream.put([Delta("a", 0, "waits", [1])])
+                stream.put([Delta("a", 0, [1], text="waits")])
                 stream.taker = taker
-                stream.put([Delta("a", 0, "behind", [1])])
+                stream.put([Delta("a", 0, [1], text="behind")])
         stream.end("a")
         await answering
 
@@ -152,7 +152,7 @@ def test_an_answer_that_cannot_be_written_fails_alone() -> None:
         answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
         for text in ("one", "wrong"):
             await read(stream)
-            stream.put([Delta("a", 0, text, [1])])
+            stream.put([Delta("a", 0, [1], text=text)])
         with pytest.raises(ZeroDivisionError):
             await answering
         assert not stream.open
