@@ -4,6 +4,7 @@ low       half of what it can serve: output tokens/s with promises and first com
 overload  half to three times what it can serve: goodput, refusals and their time, the engine's memory
 long      short requests with and without prompts that fill the context
 tenants   ten keys, one of which sends ten times as much: Jain's index over the tokens that they had
+simulated the same requests over HTTP and by `penstock simulate`: TTFT and TPOT of both
 
 usage: python bench/http_cases.py [--case overload ...] [--held] [--seconds 20] [--output FILE.json]
 
@@ -174,7 +175,32 @@ def tenants(held: bool, seconds: float) -> list[dict[str, Any]]:
     return found
 
 
-CASES = {"low": low, "overload": overload, "long": long, "tenants": tenants}
+def simulated(held: bool, seconds: float) -> list[dict[str, Any]]:
+    """The same requests at 70 % of the capacity, over HTTP and simulated with the server's own model of step time."""
+    shape = ("--random-input-len", "800", "--random-output-len", "30", "--random-range-ratio", "0.33")
+    with server(held, *(() if held else ("--no-enable-prefix-caching",))), tempfile.TemporaryDirectory() as folder:
+        closed = [figures(load(*shape, "--num-prompts", str(turns * ROWS), "--max-concurrency", str(ROWS), tier="default"))
+                  for turns in (3, 6)]
+        rate = 0.7 * closed[1]["request_throughput"]
+        real = figures(load(*shape, "--num-prompts", str(int(rate * seconds)), "--request-rate", f"{rate}", "--save-detailed",
+                            tier="default"))
+        trace, cost = Path(folder) / "trace.jsonl", Path(folder) / "cost.json"
+        cost.write_bytes(urllib.request.urlopen(f"{URL}/step_time", timeout=5).read())
+        names = ("start_times", "input_lens", "output_lens")
+        trace.write_text("".join(json.dumps({"timestamp": start * 1e3, "input_length": n_in, "output_length": n_out}) + "\n"
+                                 for start, n_in, n_out in zip(*map(real.__getitem__, names), strict=True)))
+        predicted = json.loads(subprocess.run([*PENSTOCK, "simulate", str(trace), "--model-cost", str(cost), "--json"],
+                                              check=True, capture_output=True).stdout)["classes"]["standard"]
+    pairs = {f"p{share}_{name}_ms": (real[f"p{share}_{name}_ms"], predicted[f"{name}_p{share}"] * 1e3)
+             for name in ("ttft", "tpot") for share in (50, 99)}
+    found = [{"rate": round(rate, 2), "requests": real["completed"],
+              **{name: {"measured": round(ours, 2), "simulated": round(theirs, 2), "off": round(theirs / ours - 1, 3)}
+                 for name, (ours, theirs) in pairs.items()}}]
+    print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+CASES = {"low": low, "overload": overload, "long": long, "tenants": tenants, "simulated": simulated}
 
 
 def main() -> None:

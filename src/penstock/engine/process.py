@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import importlib
 import itertools
-import os
 import shutil
 import time
 import traceback
@@ -45,6 +44,9 @@ WRITING_MS = 10
 UNDECIDED_SECONDS = 10.0
 """Maximum time for which a request stays unconfirmed while its grammar is compiled, so that a refusal can have its own
 status."""
+LISTEN_SECONDS = 0.002
+"""The interval at which calls are looked for while a step is computed. A descriptor that the step's thread writes would need none,
+but its write gives the interpreter's lock away before the next step is launched."""
 STATS_SECONDS = 0.1
 """The least time between two snapshots while busy."""
 
@@ -149,11 +151,6 @@ class Loop:
         self._decode = msgspec.msgpack.Decoder(Call).decode
         self._arguments = {name: msgspec.msgpack.Decoder(kind).decode for name, kind in CALLS.items() if kind is not None}
         self._stopping = False
-        self._ended = os.eventfd(0)
-        """Counts steps that have ended."""
-        self._poller = zmq.Poller()
-        for source in (inbox, self._ended):
-            self._poller.register(source, zmq.POLLIN)
         self._stats_due = 0.0
         self._undecided: dict[str, float] = {}
         """Requests that may still be refused, and when they are confirmed all the same."""
@@ -189,14 +186,13 @@ class Loop:
         """Answers calls while a thread of this process computes the step. Of a device's own there is nothing to wait for."""
         if not isinstance(step, Future):
             return
-        step.add_done_callback(lambda _: os.eventfd_write(self._ended, 1))
-        while not step.done():
-            ready = dict(self._poller.poll())
-            if self._ended in ready:
-                # Of this step, or of an earlier one that was done when it was asked.
-                os.eventfd_read(self._ended)
-            if self.inbox in ready:
-                self._take_in()
+        while True:
+            try:
+                step.exception(LISTEN_SECONDS)
+                return
+            except TimeoutError:
+                if self.inbox.poll(0):
+                    self._take_in()
 
     def _decided(self, now: float) -> list[str]:
         """The requests that wait for no grammar any more, and those that have waited long. An error comes as an update."""
