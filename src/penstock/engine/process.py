@@ -45,8 +45,8 @@ UNDECIDED_SECONDS = 10.0
 """Maximum time for which a request stays unconfirmed while its grammar is compiled, so that a refusal can have its own
 status."""
 LISTEN_SECONDS = 0.002
-"""The interval at which calls are looked for while a step is computed. A descriptor that the step's thread writes would need none,
-but its write gives the interpreter's lock away before the next step is launched."""
+"""The interval at which calls are looked for while a step is computed. A descriptor that the step's thread writes would need
+none, but its write gives the interpreter's lock away before the next step is launched."""
 STATS_SECONDS = 0.1
 """The least time between two snapshots while busy."""
 
