@@ -1,4 +1,4 @@
-"""Products of quantized matrices on CPUs in integer arithmetic: packing for, and calls of, the C++ kernels in ops/csrc/coded.h.
+"""Products of quantized matrices on CPUs in integer arithmetic: packing for, and calls of, ops/csrc/coded.cpp.
 
 x is rounded to int8 with a scale for each 32 columns (schemes that quantize activations themselves: for each row, or one that
 they give), as llama.cpp does: results differ from the scheme's definition by that rounding, about 0.5 % of a product's standard
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _F32, _F32S, _F16, _F16S, _K45, _K6 = range(6)
-"""As csrc/coded.h."""
+"""As csrc/coded.cpp."""
 _PANEL = 16
 _BLOCK = 32
 Lie = tuple[int, int, int]
@@ -38,7 +38,7 @@ NAMES = (*gguf_codes.NAMES, "int8",
 
 
 class CodedPanels(Weight):
-    """A matrix in panels. `scales` is uint8, in the layout of its `kind` (csrc/coded.h); codes less `offset` are numbers."""
+    """A matrix in panels. `scales` is uint8, in the layout of its `kind` (csrc/coded.cpp); codes less `offset` are numbers."""
 
     __slots__ = ("bits", "fixed", "gains", "group", "kind", "offset", "order", "scales", "tail")
 
@@ -74,7 +74,8 @@ class CodedCpu:
         panels, blocks = -(-n // _PANEL), -(-k // _BLOCK)
         data = torch.empty(panels * blocks * _PANEL * _BLOCK * bits // 8, dtype=torch.uint8)
         codes = codes.contiguous()
-        self._owner.lib.penstock_coded_pack(codes.data_ptr(), codes.shape[1], *lie, n, k, bits, data.data_ptr())
+        pack_codes = self._owner.lib.penstock_coded_pack
+        form["offset"] += pack_codes(codes.data_ptr(), codes.shape[1], *lie, n, k, bits, data.data_ptr())
         return CodedPanels(data, n, k, dtype, bits=bits, **form)
 
     def apply(self, x: torch.Tensor, weight: CodedPanels, bias: torch.Tensor | None = None,
@@ -96,10 +97,7 @@ class CodedCpu:
         ids = ids.to(torch.int64).contiguous()
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < weight.n:
             raise IndexError(f"an id is outside the {weight.n} rows of the weight")
-        codes = torch.empty(len(ids), weight.k, dtype=torch.uint8)
-        self._owner.lib.penstock_coded_rows(ids.data_ptr(), len(ids), weight.data.data_ptr(), weight.k, weight.bits,
-                                            codes.data_ptr())
-        found = _values(codes, ids, weight)
+        found = _values(ids, weight)
         if weight.gains is not None:
             found = found * weight.gains[ids, None]
         if weight.order is not None:
@@ -107,11 +105,15 @@ class CodedCpu:
         return found.to(weight.dtype)
 
 
-def _values(codes: torch.Tensor, ids: torch.Tensor, weight: CodedPanels) -> torch.Tensor:
-    """The numbers that codes [T, k] of rows `ids` stand for."""
-    rows, kind = len(ids), weight.kind
-    numbers = codes.view(torch.int8).float() if weight.bits == 8 else codes.float() - weight.offset
-    panel, lane = ids // _PANEL, ids % _PANEL
+def _values(ids: torch.Tensor, weight: CodedPanels) -> torch.Tensor:
+    """The numbers [T, k] of rows `ids`."""
+    rows, kind, panel, lane = len(ids), weight.kind, ids // _PANEL, ids % _PANEL
+    data = weight.data.view(torch.int8) if weight.bits == 8 and not weight.offset else weight.data
+    lines = data.view(-1, -(-weight.k // _BLOCK), weight.bits, _PANEL, 4)[panel, :, :, lane]
+    codes = lines if weight.bits == 8 else torch.stack((lines[:, :, :4] & 15, lines[:, :, :4] >> 4), 3)
+    if weight.bits == 6:
+        codes = codes.flatten(2) | torch.stack([lines[:, :, 4:] >> 2 * i & 3 for i in range(4)], 3).flatten(2) << 4
+    numbers = codes.flatten(1)[:, :weight.k].float() - weight.offset
     groups = -(-weight.k // (_BLOCK * weight.group))
     mine = weight.scales.view(-(-weight.n // _PANEL), groups, -1)[panel]  # [T, groups, bytes]
 

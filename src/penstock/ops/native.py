@@ -45,8 +45,8 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS = (
-    InstructionSet("avx512", frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c")),
-                   ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"), 30),
+    InstructionSet("avx512", frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c")),
+                   ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"), 30),
     InstructionSet("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), 20),
     InstructionSet("portable", frozenset(), (), 10),
 )
@@ -64,8 +64,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_packed_size": (ctypes.c_int64, "iii"),
         "penstock_pack": (None, "ppiiiii"),
         "penstock_linear": (None, "pipppiiiii"),
-        "penstock_coded_pack": (None, "piiiiiiip"),
-        "penstock_coded_rows": (None, "pipiip"),
+        "penstock_coded_pack": (ctypes.c_int64, "piiiiiiip"),
         "penstock_coded": (None, "b"),
         "penstock_gather": (ctypes.c_int64, "pipiipi"),
         "penstock_rms_norm": (None, "pppiiiiiddii"),

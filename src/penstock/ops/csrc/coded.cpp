@@ -1,40 +1,327 @@
-// Entry points of quantized GEMMs (coded.h), the packing of codes, and embedding look-ups in packed codes.
+// Quantized GEMMs in integer arithmetic, the packing of codes, and embedding look-ups in packed codes.
+//
+// Activations are rounded to int8 with a scale for each BLOCK columns. A matrix [n, k] is stored in panels of PANEL rows; in a
+// panel, blocks of BLOCK columns follow each other:
+//    8 bits  [8 quads of columns][PANEL][4 columns], codes + BIAS
+//    4 bits  [4 pairs of quads][PANEL][4]: the first quad's codes in the low half of a byte, the second's in the high half
+//    6 bits  the low 4 as above, then the high 2: [2 fours of quads][PANEL][4], the first quad's in the lowest bits
+// Scales are in a separate array, by panels: see Scales. The sum over a block is exact in int32; blocks are added in float32
+// in the order of k, so that the bits of an output depend on its row and column alone.
+#include <algorithm>
 
-#include "coded.h"
+#include "dtypes.h"
+#include "pool.h"
 
-#include <sys/mman.h>
+namespace {
+
+constexpr int PANEL = 16, BLOCK = 32, QUADS = BLOCK / 4;
+constexpr int64_t PASS = 256;   // rows at a time
+constexpr int64_t TASK = 65536; // bytes of codes that a task takes at least, where there are few rows
 
 #if defined(__AVX512F__)
-void run_coded_vnni(const void* call);
-
-namespace {
-bool vnni() {
-    static const bool found = __builtin_cpu_supports("avx512vnni");
-    return found;
+constexpr int BIAS = 128;
+// Four bytes in every lane. From memory in one instruction: GCC goes through a general register otherwise.
+static INLINE __m512i quads(const int8_t* from) {
+    __m512i v;
+    asm("vpbroadcastd %1, %0" : "=v"(v) : "m"(*(const int32_t*)from));
+    return v;
 }
-}  // namespace
+// acc + the products of four bytes of w and four signed ones of x, in each lane. The bytes of w are unsigned, except codes of
+// 8 bits without BIAS.
+template <int BITS>
+static INLINE vi dot(vi acc, vi w, const int8_t* from) {
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, quads(from));
+}
+#elif defined(__AVX2__)
+constexpr int BIAS = 0;
+template <int BITS>
+static INLINE vi dot(vi acc, vi w, const int8_t* from) {
+    __m256i a = (__m256i)w, b = _mm256_broadcastd_epi32(_mm_loadu_si32(from));
+    if (BITS == 8) {
+        b = _mm256_sign_epi8(b, a);
+        a = _mm256_abs_epi8(a);
+    }
+    return acc + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+}
 #else
-namespace {
-bool vnni() { return false; }
-}  // namespace
+constexpr int BIAS = 0;
+template <int BITS>
+static INLINE vi dot(vi acc, vi w, const int8_t* from) {
+    for (int i = 0; i < 4; i++) {
+        vi a = BITS == 8 ? (w << (24 - 8 * i)) >> 24 : (w >> (8 * i)) & 255;
+        acc += a * (int32_t)from[i];
+    }
+    return acc;
+}
 #endif
 
-namespace {
+static INLINE vi load_ints(const void* p) {
+    vi v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static INLINE vf as_floats(vi v) { return __builtin_convertvector(v, vf); }
+static INLINE vi every(int32_t x) { return x - vi{}; }
+template <class B>
+static INLINE vf bytes(const B* p) {
+    return as_floats(load_bytes(p));
+}
 
-// The place of column k of row `lane` in a panel: byte and shift of the low (or all) bits, then of a 6-bit code's high bits.
-struct Place {
-    int64_t byte;
-    int shift;
-    int64_t high_byte;
-    int high_shift;
+template <int BITS>
+constexpr int64_t block_bytes = PANEL * BLOCK * BITS / 8;
+
+// The codes of VW rows of a panel, from row `first` on, a vector for each quad of columns.
+template <int BITS>
+static INLINE void expand(const uint8_t* codes, int first, vi* w) {
+    codes += first * 4;
+    constexpr int LINE = PANEL * 4;
+    if constexpr (BITS == 8) {
+#pragma GCC unroll 8
+        for (int j = 0; j < QUADS; j++) w[j] = load_ints(codes + j * LINE);
+        return;
+    }
+    const vi low = every(0x0f0f0f0f);
+#pragma GCC unroll 4
+    for (int j = 0; j < QUADS; j += 2) {
+        vi both = load_ints(codes + j / 2 * LINE);
+        w[j] = both & low;
+        w[j + 1] = (vi)((vu)both >> 4) & low;
+    }
+    if constexpr (BITS == 6) {
+        const vi two = every(0x30303030);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            vu high = (vu)load_ints(codes + (QUADS / 2 + i) * LINE);
+            w[4 * i] |= (vi)(high << 4) & two;
+            w[4 * i + 1] |= (vi)(high << 2) & two;
+            w[4 * i + 2] |= (vi)high & two;
+            w[4 * i + 3] |= (vi)(high >> 2) & two;
+        }
+    }
+}
+
+// The scales of a panel. Kinds, with the bytes that a group of columns takes in a panel:
+//    F32   [PANEL] float scales                      F32S  and [PANEL] float shifts: value = code * scale + shift
+//    F16   [PANEL] half scales                       F16S  and [PANEL] half shifts
+//    K45   256 columns: half d [PANEL], half dmin [PANEL], then for each block uint8 scale [PANEL], uint8 min [PANEL]
+//    K6    256 columns: half d [PANEL], then for each half block int8 scale [PANEL]
+enum Kind : int64_t { KIND_F32, KIND_F32S, KIND_F16, KIND_F16S, KIND_K45, KIND_K6 };
+constexpr int64_t SUPER = 8;  // blocks of a k-quant's superblock
+
+static inline int64_t scale_bytes(int64_t kind) {
+    constexpr int64_t sizes[] = {4, 8, 2, 4, 4 + 2 * SUPER, 2 + 2 * SUPER};
+    return PANEL * sizes[kind];
+}
+
+template <int64_t KIND>
+struct Scales {
+    static constexpr bool SHIFTS = KIND == KIND_F32S || KIND == KIND_F16S || KIND == KIND_K45, HALVES = KIND == KIND_K6;
+    vf scale, shift;  // of the current block; K6: scale is that of the first half, shift of the second
+    // Group `group` of a panel's scales, block `b` of it, rows from `first` on.
+    INLINE void read(const uint8_t* at, int64_t b, int first) {
+        if constexpr (KIND == KIND_F32 || KIND == KIND_F32S) {
+            scale = load((const float*)at + first);
+            if constexpr (SHIFTS) shift = load((const float*)at + PANEL + first);
+        } else if constexpr (KIND == KIND_F16 || KIND == KIND_F16S) {
+            scale = load((const f16*)at + first);
+            if constexpr (SHIFTS) shift = load((const f16*)at + PANEL + first);
+        } else if constexpr (KIND == KIND_K45) {
+            const uint8_t* small = at + PANEL * (4 + 2 * b);
+            scale = load((const f16*)at + first) * bytes(small + first);
+            shift = -(load((const f16*)at + PANEL + first) * bytes(small + PANEL + first));
+        } else {
+            const int8_t* small = (const int8_t*)at + PANEL * (2 + 2 * b);
+            const vf d = load((const f16*)at + first);
+            scale = d * bytes(small + first);
+            shift = d * bytes(small + PANEL + first);
+        }
+    }
 };
 
-Place place(int64_t bits, int64_t lane, int64_t k) {
-    const int64_t block = k / BLOCK * (PANEL * BLOCK * bits / 8), quad = k % BLOCK / 4, in = lane * 4 + k % 4;
-    constexpr int64_t LINE = PANEL * 4;
-    if (bits == 8) return {block + quad * LINE + in, 0, 0, 0};
-    return {block + quad / 2 * LINE + in, (int)(quad % 2) * 4, block + (4 + quad / 4) * LINE + in, (int)(quad % 4) * 2};
+// Rows of x rounded to int8: codes [rows][k], for each block a scale, and the sums of each half of its codes.
+struct Rows {
+    int8_t* codes;
+    float* scales;
+    int32_t* sums;  // [rows][blocks][2]
+    int64_t k, blocks;
+};
+
+}  // namespace
+
+struct Matrix {
+    const uint8_t *codes, *scales;
+    const float* gains;  // a factor of each row of the matrix, or null
+    int64_t n, k, group, offset;  // blocks that share a scale; what the codes are above their numbers, BIAS included
+};
+
+namespace {
+
+// out [M][PANEL] = rows [first, first + M) of x times a panel of the matrix.
+template <int BITS, int64_t KIND, int M>
+void tile(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out) {
+    const int64_t blocks = x.blocks, stride = scale_bytes(KIND);
+    const int32_t offset = (int32_t)m.offset;
+    for (int first = 0; first < PANEL; first += VW) {
+        const uint8_t* codes = m.codes + panel * blocks * block_bytes<BITS>;
+        const uint8_t* scales = m.scales + panel * ((blocks + m.group - 1) / m.group) * stride;
+        const int8_t* xs = x.codes + row * x.k;
+        const float* dx = x.scales + row * blocks;
+        const int32_t* sx = x.sums + row * blocks * 2;
+        vf total[M];
+#pragma GCC unroll 8
+        for (int r = 0; r < M; r++) total[r] = vf{};
+        Scales<KIND> now;
+        for (int64_t b = 0, in_group = 0; b < blocks; b++, codes += block_bytes<BITS>, xs += BLOCK, dx++, sx += 2) {
+            if (in_group == m.group) in_group = 0, scales += stride;
+            now.read(scales, in_group++, first);
+            for (size_t i = 0; i < block_bytes<BITS>; i += 64) __builtin_prefetch(codes + 4096 + i, 0, 2);
+            __builtin_prefetch(scales + 1024, 0, 2);
+            vi w[QUADS];
+            expand<BITS>(codes, first, w);
+#pragma GCC unroll 8
+            for (int r = 0; r < M; r++) {
+                const int8_t* quad = xs + r * x.k;
+                const int32_t* sums = sx + r * blocks * 2;
+                const float d = dx[r * blocks];
+                if constexpr (Scales<KIND>::HALVES) {
+                    vi a = every(-offset * sums[0]), c = every(-offset * sums[1]);
+#pragma GCC unroll 4
+                    for (int j = 0; j < QUADS / 2; j++) {
+                        a = dot<BITS>(a, w[j], quad + 4 * j);
+                        c = dot<BITS>(c, w[j + QUADS / 2], quad + 4 * (j + QUADS / 2));
+                    }
+                    total[r] = fma(fma(as_floats(c), now.shift, as_floats(a) * now.scale), set1(d), total[r]);
+                } else {
+                    vi a = every(-offset * (sums[0] + sums[1])), c = vi{};
+#pragma GCC unroll 4
+                    for (int j = 0; j < QUADS; j += 2) {
+                        a = dot<BITS>(a, w[j], quad + 4 * j);
+                        c = dot<BITS>(c, w[j + 1], quad + 4 * (j + 1));
+                    }
+                    total[r] = fma(as_floats(a + c) * set1(d), now.scale, total[r]);
+                    if constexpr (Scales<KIND>::SHIFTS)
+                        total[r] = fma(set1(d * (float)(sums[0] + sums[1])), now.shift, total[r]);
+                }
+            }
+        }
+        for (int r = 0; r < M; r++) store(out + r * PANEL + first, total[r]);
+    }
 }
+
+#if defined(__AVX512F__)
+constexpr int TALLEST = 8;
+#else
+constexpr int TALLEST = 4;
+#endif
+
+using Tile = void (*)(const Rows&, int64_t, const Matrix&, int64_t, float*);
+
+template <int BITS, int64_t KIND, int M>
+Tile tile_of(int rows) {
+    if constexpr (M > 1)
+        return rows == M ? &tile<BITS, KIND, M> : tile_of<BITS, KIND, M - 1>(rows);
+    else
+        return &tile<BITS, KIND, 1>;
+}
+
+Tile find(int64_t bits, int64_t kind, int rows) {
+#define CASE(B, K) \
+    if (bits == B && kind == K) return tile_of<B, K, TALLEST>(rows);
+    CASE(8, KIND_F32) CASE(8, KIND_F32S) CASE(8, KIND_F16) CASE(4, KIND_F32) CASE(4, KIND_F32S) CASE(4, KIND_F16)
+    CASE(4, KIND_F16S) CASE(4, KIND_K45) CASE(6, KIND_K45) CASE(6, KIND_K6)
+#undef CASE
+    return nullptr;
+}
+
+// x [rows, k] to int8. `fixed`: null, or the scale of all (fixed[0] > 0), or a scale for each row (fixed[0] == 0).
+template <class T>
+void round_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, const float* fixed, const Rows& out) {
+    pool::parallel_if(rows * k > 65536, rows, [&](int64_t r) {
+        const T* from = x + r * ldx;
+        float whole = 0;
+        if (fixed && fixed[0] > 0) whole = fixed[0];
+        if (fixed && !(fixed[0] > 0)) {
+            vf peak = {};
+            for (int64_t i = 0; i < k; i += VW) peak = vmax(peak, vabs(load_upto(from + i, k - i)));
+            whole = hmax(peak) / 127;
+        }
+        for (int64_t b = 0; b < out.blocks; b++) {
+            vf v[BLOCK / VW], peak = {};
+            for (int i = 0; i < BLOCK / VW; i++) {
+                const int64_t left = k - b * BLOCK - i * VW;
+                v[i] = left > 0 ? load_upto(from + b * BLOCK + i * VW, left) : vf{};
+                peak = vmax(peak, vabs(v[i]));
+            }
+            const float d = fixed ? whole : hmax(peak) / 127;
+            const float inverse = d > 0 ? 1.0f / d : 0;
+            int8_t* to = out.codes + r * out.k + b * BLOCK;
+            int32_t* sums = out.sums + (r * out.blocks + b) * 2;
+            sums[0] = sums[1] = 0;
+            for (int i = 0; i < BLOCK / VW; i++) {
+                vf scaled = fixed ? v[i] / set1(d > 0 ? d : 1.0f) : v[i] * inverse;
+                scaled = scaled > 127.0f ? set1(127.0f) : scaled < -127.0f ? set1(-127.0f) : scaled;
+                // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, which is then in the low bits.
+                vi code = (vi)(scaled + 12582912.0f) - 0x4b400000;
+                typedef int8_t vc __attribute__((vector_size(VW)));
+                vc narrow = __builtin_convertvector(code, vc);
+                memcpy(to + i * VW, &narrow, sizeof narrow);
+                sums[i * VW / (BLOCK / 2)] += (int32_t)hsum(as_floats(code));
+            }
+            out.scales[r * out.blocks + b] = d;
+        }
+    });
+}
+
+// Adds bias and stores; a task is some panels times all rows of a pass.
+template <class T, class Out>
+void product(const T* x, int64_t ldx, const Matrix& m, int64_t bits, int64_t kind, const float* fixed, const T* bias, Out* out,
+             int64_t rows) {
+    const int64_t blocks = (m.k + BLOCK - 1) / BLOCK, panels = (m.n + PANEL - 1) / PANEL;
+    const int64_t padded = blocks * BLOCK, panel_bytes = panels ? padded * PANEL * bits / 8 : 1;
+    for (int64_t at = 0; at < rows; at += PASS) {
+        const int64_t count = std::min(PASS, rows - at);
+        char* memory = (char*)pool::scratch(0, count * (padded + blocks * 12) + 64);
+        Rows packed{(int8_t*)(memory + count * blocks * 12), (float*)memory, (int32_t*)(memory + count * blocks * 4), padded, blocks};
+        round_rows(x + at * ldx, ldx, count, m.k, fixed, packed);
+        const int64_t tiles = (count + TALLEST - 1) / TALLEST, height = count / tiles, taller = count % tiles;
+        const int64_t group = std::max<int64_t>(1, std::min(TASK / panel_bytes, panels / (4 * pool::threads())));
+        const Tile tall = find(bits, kind, (int)height + 1 > TALLEST ? TALLEST : (int)height + 1), low = find(bits, kind, (int)height);
+        pool::parallel_if(count * m.n * m.k > 400000, (panels + group - 1) / group, [&](int64_t task) {
+            alignas(64) float sums[TALLEST * PANEL];
+            for (int64_t p = task * group; p < std::min(panels, (task + 1) * group); p++)
+                for (int64_t t = 0, row = 0; t < tiles; t++) {
+                    const int64_t here = height + (t < taller);
+                    (t < taller ? tall : low)(packed, row, m, p, sums);
+                    for (int64_t r = 0; r < here; r++)
+                        for (int i = 0; i < PANEL; i += VW) {
+                            const int64_t column = p * PANEL + i, left = m.n - column;
+                            if (left <= 0) break;
+                            vf y = load(sums + r * PANEL + i);
+                            if (m.gains) y *= load_upto(m.gains + column, left);
+                            if (bias) y += load_upto(bias + column, left);
+                            store_upto(out + (at + row + r) * m.n + column, y, left);
+                        }
+                    row += here;
+                }
+        });
+    }
+}
+
+}  // namespace
+
+// The arguments that ops/coded_cpu.py passes as one block of bytes.
+struct CodedCall {
+    const void* x;
+    int64_t ldx;
+    Matrix matrix;
+    int64_t bits, kind;
+    const float* fixed;
+    const void* bias;
+    void* out;
+    int64_t rows, dtype;  // dtype + 256: float32 results
+};
+
+namespace {
 
 // The order of the 32 codes of a block of columns in a row: a byte each; as pairs, the first low; the first half low
 // and the second high, for a block, or for two blocks in a row of a superblock of 256.
@@ -68,12 +355,13 @@ void read_block(const Source& s, int64_t row, int64_t b, int64_t k, uint32_t* wo
 
 }  // namespace
 
-// The codes of a matrix [n, k] (8 bits: the bits of the signed number) to panels.
-EXPORT void penstock_coded_pack(const uint8_t* rows, int64_t row_bytes, int64_t block_bytes, int64_t offset, int64_t form,
+// The codes of a matrix [n, k] (8 bits: the bits of the signed number) to panels. Returns what is added to codes.
+EXPORT int64_t penstock_coded_pack(const uint8_t* rows, int64_t row_bytes, int64_t block_bytes, int64_t offset, int64_t form,
                                 int64_t n, int64_t k, int64_t bits, uint8_t* to) {
     const Source source{rows, row_bytes, block_bytes, offset, form};
     const int64_t blocks = (k + BLOCK - 1) / BLOCK, block_size = PANEL * BLOCK * bits / 8;
-    const uint32_t flip = bits == 8 && vnni() ? 0x80808080u : 0;
+    const uint32_t flip = bits == 8 && BIAS ? 0x80808080u : 0;
+    pool::advise_huge(to, (n + PANEL - 1) / PANEL * blocks * block_size);
     pool::parallel_if(n * k > 65536, (n + PANEL - 1) / PANEL, [&](int64_t p) {
         for (int64_t lane = 0; lane < PANEL; lane++)
             for (int64_t b = 0; b < blocks; b++) {
@@ -87,28 +375,16 @@ EXPORT void penstock_coded_pack(const uint8_t* rows, int64_t row_bytes, int64_t 
                 }
             }
     });
+    return bits == 8 ? BIAS : 0;
 }
 
-// Rows `ids` of the codes, as they were given to penstock_coded_pack. All ids are valid.
-EXPORT void penstock_coded_rows(const int64_t* ids, int64_t rows, const uint8_t* panels, int64_t k, int64_t bits, uint8_t* out) {
-    const int64_t blocks = (k + BLOCK - 1) / BLOCK, panel_bytes = blocks * (PANEL * BLOCK * bits / 8);
-    const uint8_t flip = bits == 8 && vnni() ? 128 : 0;
-    pool::parallel_if(rows * k > 16384, rows, [&](int64_t r) {
-        const uint8_t* panel = panels + ids[r] / PANEL * panel_bytes;
-        for (int64_t i = 0; i < k; i++) {
-            const Place at = place(bits, ids[r] % PANEL, i);
-            uint8_t code = (uint8_t)(bits == 8 ? panel[at.byte] ^ flip : panel[at.byte] >> at.shift & 15);
-            if (bits == 6) code |= (uint8_t)((panel[at.high_byte] >> at.high_shift & 3) << 4);
-            out[r * k + i] = code;
-        }
+EXPORT void penstock_coded(const CodedCall* call) {
+    const CodedCall& c = *call;
+    by_dtype(c.dtype & 255, [&](auto type) {
+        using T = decltype(type);
+        if (c.dtype & 256)
+            product((const T*)c.x, c.ldx, c.matrix, c.bits, c.kind, c.fixed, (const T*)c.bias, (float*)c.out, c.rows);
+        else
+            product((const T*)c.x, c.ldx, c.matrix, c.bits, c.kind, c.fixed, (const T*)c.bias, (T*)c.out, c.rows);
     });
-}
-
-EXPORT void penstock_coded(const void* call) {
-    const CodedCall& c = *(const CodedCall*)call;
-    if (c.rows == 0) return;
-#if defined(__AVX512F__)
-    if (vnni()) return run_coded_vnni(call);
-#endif
-    run(c);
 }

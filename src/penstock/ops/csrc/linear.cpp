@@ -6,8 +6,6 @@
 // depend on its own row and column only (batch invariance). Rows and columns are blocked for registers and caches; between
 // blocks of k, partial sums are kept in f32. (vdpbf16ps has half the multiply-add rate of f32 FMA on Sapphire Rapids.)
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <type_traits>
 
@@ -252,17 +250,6 @@ void pack(const T* from, int64_t row_stride, int64_t column_stride, int64_t n, i
     });
 }
 
-// Advises huge pages before memory is first touched: fewer TLB misses while weights are streamed. The system may ignore it.
-void advise_huge(void* memory, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 4096, begin = ((uintptr_t)memory + page - 1) / page * page;
-    const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
-    if (bytes >= (4 << 20) && end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-#else
-    (void)memory, (void)bytes;
-#endif
-}
-
 template <class T>
 void gather(const int64_t* ids, int64_t rows, const T* w, int64_t k, T* out) {
     constexpr int STEP = Format<T>::STEP;
@@ -284,7 +271,7 @@ EXPORT int64_t penstock_packed_size(int64_t n, int64_t k, int64_t dtype) {
 
 EXPORT void penstock_pack(const void* from, void* to, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
                           int64_t dtype) {
-    advise_huge(to, penstock_packed_size(n, k, dtype) * (dtype == F32 ? 4 : 2));
+    pool::advise_huge(to, penstock_packed_size(n, k, dtype) * (dtype == F32 ? 4 : 2));
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         pack((const T*)from, row_stride, column_stride, n, k, (T*)to);

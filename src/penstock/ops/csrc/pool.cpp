@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -144,6 +145,14 @@ void* scratch(int slot, size_t bytes) {
         b.data = aligned_alloc(64, b.size);
     }
     return b.data;
+}
+
+void advise_huge([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 4096, begin = ((uintptr_t)memory + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)memory + bytes) / page * page;
+    if (bytes >= (2 << 20) && end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 }  // namespace pool

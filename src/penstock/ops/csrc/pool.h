@@ -32,4 +32,7 @@ inline void parallel_if(bool worth, int64_t n, const F& body) {
 // Memory of this thread that lives until its next call with the same slot; aligned to 64 bytes, contents undefined.
 void* scratch(int slot, size_t bytes);
 
+// Advises huge pages before memory is first touched: fewer TLB misses while weights are streamed. The system may ignore it.
+void advise_huge(void* memory, int64_t bytes);
+
 }  // namespace pool

@@ -134,6 +134,18 @@ static INLINE void store(f16* p, vf v) {
 #endif
 }
 
+// Bytes, widened. GCC 12 converts vectors of bytes one by one.
+static INLINE vi load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadu_si64(p));
+#else
+    return vi{p[0], p[1], p[2], p[3]};
+#endif
+}
+static INLINE vi load_bytes(const uint8_t* p) { return load_bytes((const int8_t*)p) & 255; }
+
 // The first n < VW lanes, none if n is negative; the others read as zero and are not written.
 template <class T>
 static INLINE vf load_first(const T* p, int64_t n) {
