@@ -7,7 +7,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from penstock.dialects.description import HARMONY
-from penstock.dialects.reader import MalformedError, Reader, Wait
+from penstock.dialects.reader import MalformedError, Wait
 
 if TYPE_CHECKING:
     from penstock.dialects.parser import Parser
@@ -20,7 +20,8 @@ def channels(machine: Parser) -> Wait:
     """Parses an answer that starts after `<|start|>assistant` or at its channel."""
     reader = machine.reader
     header = yield from reader.take(("<|start|>", "<|channel|>"))
-    if header is None and (yield from _is_header(reader)):
+    if header is None and (yield from reader.begins((" to=", "to="))):
+        # The rest of a header: ` to=functions.f<|channel|>...`.
         header = "<|start|>"
     if header is None:
         # An answer without any header is plain text.
@@ -36,11 +37,6 @@ def channels(machine: Parser) -> Wait:
             _, header = yield from reader.until(HARMONY, machine.content, final=True)
         reader.cut()
     machine.close()
-
-
-def _is_header(reader: Reader) -> Generator[None, None, bool]:
-    """Whether the answer continues with the rest of a header: ` to=functions.f<|channel|>...`."""
-    return (yield from reader.begins((" to=", "to="))) is not None
 
 
 def _body(machine: Parser, header: str) -> Generator[None, None, str | None]:

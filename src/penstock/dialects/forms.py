@@ -107,7 +107,7 @@ class _Object:
             yield from self._fields()
         else:
             said = yield from reader.text_of(reader.value)
-            if key == "id" and said.startswith('"'):
+            if key in ("id", "tool_call_id") and said.startswith('"'):
                 self.id = json.loads(said)
 
     def _text(self) -> Generator[None, None, str]:
@@ -217,8 +217,12 @@ def _parameter(form: Tags, reader: Reader, sink: Parser, tools: Tools, tool: str
         yield from reader.space()
         if (yield from reader.take((form.value[0],))) is None:
             raise MalformedError("a parameter without value")
+    known = tools.types(tool, key)
     if types is None:
-        types = tools.types(tool, key) or frozenset({"string"} if form.untyped == "string" else ())
+        types = known or frozenset({"string"} if form.untyped == "string" else ())
+    elif types and known and "string" not in known:
+        # The model has flagged as a string what the schema says is none.
+        types = known
     sink.arguments(json.dumps(key, ensure_ascii=False) + ": ")
     if form.trim:
         yield from reader.take(("\r\n", "\n"))
@@ -272,7 +276,7 @@ def _python(reader: Reader, sink: Parser, tools: Tools) -> Wait:
             value = yield from _unquoted(reader)
             sink.arguments(as_json(value, frozenset({"string"} if first.isdigit() else ())))
         else:
-            yield from reader.value(sink.arguments)
+            yield from reader.value(sink.arguments, depth=1)
     if not count:
         sink.begin(name)
     sink.arguments("}" if count else "{}")

@@ -280,7 +280,7 @@ class Parser:
         reader, form = self.reader, block.form
         between = (*block.inner, *((",", ";", "[", "]") if isinstance(form, forms.LISTED) else ()))
         ends = tuple(marker for marker in (block.end, *block.inner) if marker)
-        kept = block.keep
+        kept, empty = block.keep, False
         while True:
             behind = reader.at
             while not kept:
@@ -288,15 +288,17 @@ class Parser:
                 if (yield from reader.begins((*between, *ends))) in (None, block.end):
                     break
                 taken = yield from reader.take(between)
+                # An empty list says that there are no calls.
+                empty = taken == "]" and not block.bare
                 if taken == "]" and not block.end:
                     break
             kept = False
             if block.end and (yield from reader.take((block.end,))):
-                if not self._good:
+                if not self._good and not empty:
                     raise MalformedError("no calls")
                 break
             if not (yield from forms.starts(form, reader)):
-                if not self._good:
+                if not self._good and not empty:
                     raise MalformedError("no call")
                 # The calls ended without an end marker. The following text keeps its leading space.
                 if block.end and (yield from reader.peek()):

@@ -115,7 +115,7 @@ class Reader:
         elif char in ("{", "[", "("):
             yield from self._container(emit, quote, depth)
         elif char and char in "\"'":
-            yield from self.string(emit)
+            yield from self.string(emit, depth == 1)
         else:
             yield from self._word(emit, quote)
 
@@ -129,13 +129,13 @@ class Reader:
         opening = self.text[self.at]
         closing, is_object = {"{": "}", "[": "]", "(": ")"}[opening], opening == "{"
         self.at += 1
-        emit("{" if is_object else "[")
         count = 0
         while True:
             yield from self.space()
-            if (yield from self.peek()) == closing:
+            char = yield from self.peek()
+            if char == closing:
                 self.at += 1
-                emit("}" if is_object else "]")
+                emit(("{}" if is_object else "[]")[bool(count):])
                 return
             if count:
                 # FunctionGemma omits some commas, so they are optional in a quoted notation.
@@ -144,31 +144,34 @@ class Reader:
                 yield from self.space()
                 if (yield from self.peek()) == closing:
                     continue
-                emit(", ")
             count += 1
             if is_object:
-                yield from self._key(emit, quote)
+                key = yield from self._key(quote)
+                yield from self.space()
+                is_object = (yield from self.take((":",))) is not None
+                if not is_object:
+                    if count > 1 or not depth or char != "'":
+                        raise MalformedError("no colon")
+                    # A set of Python's becomes a list.
+                    emit("[" + key)
+                    continue
+                emit(("{" if count == 1 else ", ") + key + ": ")
+            else:
+                emit("[" if count == 1 else ", ")
             start = self.at
             yield from self.value(emit, quote, depth + 1)
             if self.at == start and not is_object:
                 raise MalformedError("no value")
 
-    def _key(self, emit: Emit, quote: str) -> Wait:
+    def _key(self, quote: str) -> Generator[None, None, str]:
         if quote and (yield from self.take((quote,))):
-            yield from self._quoted(emit, quote)
-        elif (yield from self.peek()) in ('"', "'"):
-            yield from self.string(emit)
-        elif quote:
-            name, _ = yield from self.word(":,{}[]")
-            if not name:
-                raise MalformedError("no key")
-            emit(json.dumps(name, ensure_ascii=False))
-        else:
+            return (yield from self.text_of(lambda emit: self._quoted(emit, quote)))
+        if (yield from self.peek()) in ('"', "'"):
+            return (yield from self.text_of(self.string))
+        name, _ = (yield from self.word(":,{}[]")) if quote else ("", "")
+        if not name:
             raise MalformedError("no key")
-        yield from self.space()
-        if (yield from self.take((":",))) is None:
-            raise MalformedError("no colon")
-        emit(": ")
+        return json.dumps(name, ensure_ascii=False)
 
     def _quoted(self, emit: Emit, quote: str) -> Wait:
         emit('"')
@@ -177,8 +180,9 @@ class Reader:
             raise MalformedError("a string does not end")
         emit('"')
 
-    def string(self, emit: Emit) -> Wait:
-        """Parses a string between single, double or Python's triple quotation marks and emits it as a JSON string."""
+    def string(self, emit: Emit, last: bool = False) -> Wait:
+        """Parses a string between single, double or Python's triple quotation marks and emits it as a JSON string. `last`: a
+        parenthesis behind it ends the call."""
         mark = self.text[self.at]
         triple = (yield from self.begins((mark * 3, mark * 2, mark))) == mark * 3
         closing = mark * 3 if triple else mark
@@ -188,7 +192,7 @@ class Reader:
             char = yield from self.peek()
             if not char:
                 raise MalformedError("a string does not end")
-            if char == mark and (not triple or (yield from self.begins((closing,)))):
+            if char == mark and (yield from (self.begins((closing,)) if triple else self._closes(mark, last))):
                 self.at += len(closing)
                 emit('"')
                 return
@@ -200,6 +204,19 @@ class Reader:
             else:
                 self.at += 1
                 emit(escaped(char))
+
+    def _closes(self, mark: str, last: bool) -> Generator[None, None, bool]:
+        """Whether the mark here ends its string. Shell commands between single marks may have such marks unescaped."""
+        if mark == '"':
+            return True
+        here, self.at = self.at, self.at + 1
+        yield from self.space()
+        char = yield from self.peek()
+        if last and char == ")":
+            self.at += 1
+            char = "," if (yield from self.peek()) in ("", *",; \n]<") else " "
+        self.at = here
+        return not char or char in ",:)]}"
 
     def _escape(self, emit: Emit) -> Wait:
         self.at += 1
@@ -267,6 +284,8 @@ def literal(word: str) -> str | None:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
         return word
+    if re.fullmatch(r"[-+]?0[0-9]+", word):
+        return str(int(word))
     if len(word) < 100 and re.match(r"[-+.0-9]", word):
         try:
             number = ast.literal_eval(word.lstrip("+"))

@@ -160,4 +160,5 @@ def read_value(text: str) -> str | None:
         json.loads(found)
     except (MalformedError, ValueError):
         return None
-    return found if not text[reader.at:].strip() else None
+    # Python's 07 would be a number, but the digits of a text are not.
+    return found if not text[reader.at:].strip() and not re.match(r"[-+]?0[0-9]", text) else None

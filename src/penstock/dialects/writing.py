@@ -63,9 +63,7 @@ def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
     """Returns the structure of a whole answer that must call one of the tools. AssertionError for a dialect without calls."""
     how = dialect.written
     assert how is not None, f"{dialect.name} writes no calls"
-    if dialect.lead:
-        return _one_or_more(dialect, replace(how, call=how.call.removeprefix(dialect.lead)), how, tools, parallel)
-    return _calls(dialect, how, tools, parallel)
+    return _one_or_more(dialect, replace(how, call=how.call.removeprefix(dialect.lead)), how, tools, parallel)
 
 
 def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
@@ -98,11 +96,12 @@ def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
 
 
 def _one_or_more(dialect: Dialect, first: Written, how: Written, tools: Tools, parallel: bool) -> Node:
-    """Returns the structure of calls whose first one is written differently."""
-    again: tuple[Node, ...] = ()
+    """Returns the structure of calls, of which `first` is the way to write the first one."""
+    calls = _either(dialect, first, tools)
     if parallel and dialect.parallel:
-        again = (Repeat(Sequence((Literal(how.separator), _either(dialect, how, tools)))),)
-    return Sequence((Literal(first.head), _either(dialect, first, tools), *again, Literal(how.tail)))
+        calls = Repeat(calls, how.separator, 1) if first.call == how.call else Sequence(
+            (calls, Repeat(Sequence((Literal(how.separator), _either(dialect, how, tools))))))
+    return Sequence((Literal(first.head), calls, Literal(how.tail)))
 
 
 _KEYS = "name|tool_name|function|arguments|parameters|type|id"
@@ -135,13 +134,6 @@ def _addressed(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> 
     calls = _one_or_more(dialect, first, how, tools, parallel)
     said = Triggered(((dialect.lead, calls),), 0, 1, last=True)
     return Either((calls, *(Sequence((Literal(each.removeprefix(dialect.lead)), said)) for each in dialect.hidden)))
-
-
-def _calls(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> Node:
-    calls = _either(dialect, how, tools)
-    if parallel and dialect.parallel:
-        calls = Repeat(calls, how.separator, 1)
-    return Sequence((Literal(how.head), calls, Literal(how.tail)))
 
 
 def _either(dialect: Dialect, how: Written, tools: Tools) -> Node:

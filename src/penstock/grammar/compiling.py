@@ -206,14 +206,10 @@ class Compiler:
             return self._tokenizers[eos_ids]
 
 
-def _processors() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def parallel() -> bool:
     """Whether llguidance's threads compute masks: handing over work takes as long as some masks, and on one or two processors
     the model's own threads need them."""
-    return _processors() > 2
+    return len(os.sched_getaffinity(0)) > 2
 
 
 def _yield_to_steps() -> None:

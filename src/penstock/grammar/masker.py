@@ -6,6 +6,7 @@ the forced tokens. A state is advanced when a mask is requested, because all ear
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
@@ -83,7 +84,6 @@ class Masker:
         self._propose = propose
         self._spare = spare
         self._parallel = parallel()
-        self._pool: LLExecutor | None = None
 
     def wants(self, request: Request) -> bool:
         """Returns whether the request's tokens are chosen under a mask."""
@@ -96,8 +96,10 @@ class Masker:
         lines = 0
         for segment in segments:
             if not segment.sequence.done:
-                state = segment.sequence.constraint or self._begin(segment.sequence)
-                assert isinstance(state, GrammarState)
+                state = segment.sequence.constraint
+                if not isinstance(state, GrammarState):
+                    state = GrammarState(segment.sequence, *self._compiler.matcher(segment.sequence.request))
+                    segment.sequence.constraint = state
                 rows.append((lines, segment, state))
             lines += 1 + len(segment.drafts)
         if self._parallel:
@@ -140,10 +142,6 @@ class Masker:
             behind = sure if sure and segment.drafts[:sure] == state.forced else None
         return [] if behind is None or state.matcher is None else [(state.matcher, first + behind, segment.drafts[behind:])]
 
-    def _begin(self, sequence: Sequence) -> GrammarState:
-        state = sequence.constraint = GrammarState(sequence, *self._compiler.matcher(sequence.request))
-        return state
-
     def _advance(self, rows: list[_Row]) -> list[_Row]:
         """Processes the tokens chosen since the last call. Returns the rows where forced text has become possible."""
         one: list[tuple[LLMatcher, int]] = []
@@ -163,9 +161,8 @@ class Masker:
                 state.matcher.consume_tokens(new)
             if fresh and not state.forced and not state.begin:
                 moved.append(row)
-        pool = self._pool_for(len(one))
-        if pool is not None:
-            pool.consume_token_par(one)
+        if len(one) > 2 and self._parallel:
+            self._pool.consume_token_par(one)
         else:
             for matcher, token in one:
                 matcher.consume_token(token)
@@ -249,15 +246,14 @@ class Masker:
             return
         pointer, width, lines = bits.ctypes.data, bits.shape[1] * 4, len(bits)
         plain = [(matcher, line) for matcher, line, drafts in todo if not drafts]
-        pool = self._pool_for(len(plain))
-        if pool is not None:
-            pool.unsafe_compute_mask_ptr(plain, pointer, width, lines)
+        if len(plain) > 2 and self._parallel:
+            self._pool.unsafe_compute_mask_ptr(plain, pointer, width, lines)
         else:
             for matcher, line in plain:
                 matcher.unsafe_compute_mask_ptr(pointer + line * width, width)
         if len(plain) < len(todo):
             drafted = [one for one in todo if one[2]]
-            self._all_threads().unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
+            self._pool.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
         for matcher, line, _ in todo:
             if matcher.is_error():
                 # The state is too complex for a mask: no token is allowed, and the request ends with an error.
@@ -270,16 +266,12 @@ class Masker:
                 # Drafts after a rejected draft are never kept.
                 break
 
-    def _pool_for(self, count: int) -> LLExecutor | None:
-        """Returns llguidance's thread pool for `count` matchers; None if this thread alone is faster."""
-        return self._all_threads() if count > 2 and self._parallel else None
+    @functools.cached_property
+    def _pool(self) -> LLExecutor:
+        """llguidance's threads. This thread alone is faster for few matchers."""
+        from llguidance import LLExecutor
 
-    def _all_threads(self) -> LLExecutor:
-        if self._pool is None:
-            from llguidance import LLExecutor
-
-            self._pool = LLExecutor()
-        return self._pool
+        return LLExecutor()
 
 
 def _numbered(rows: list[_Row]) -> Iterator[tuple[int, list[int], int]]:

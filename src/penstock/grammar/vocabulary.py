@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer, TokenizerWrapper
 
 
-_ENCODED = 4096
-"""Forced texts whose tokens are kept."""
-
-
 @dataclass
 class Described:
     """A vocabulary with the attributes and the call that LLTokenizer reads."""
@@ -50,7 +46,7 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
                            code="unsupported_parameter")
     before = tokenizer.encode("\n", add_special_tokens=False)
 
-    @functools.lru_cache(_ENCODED)
+    @functools.lru_cache(4096)
     def encode(text: str) -> list[int]:
         """The tokens of a text inside another text: sentencepiece adds a space before a text that stands alone. llguidance asks
         for the text that a grammar forces, in every fourth mask, from its threads too, and few texts are many of those."""

@@ -39,6 +39,7 @@ DS_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁en
 DSML = '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n' \
        '<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
 NS = "]<]minimax[>["
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 M2 = '<invoke name="weather">\n<parameter name="city">{}</parameter>\n<parameter name="unit">C</parameter>\n</invoke>\n'
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -202,6 +203,23 @@ FACTS: list[tuple[str, str, str, Calls]] = [
     ("openai", f"<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{J_ROME}<|call|>", "", [("weather", ROME)]),
     ("openai", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{J_ADDED}"
      "<|call|>", "I look.", [("add", ADDED)]),
+    # mistakes of models that vLLM reads
+    ("lfm2", f"{LFM}[user(tags={{'x', 'y'}})]{LFM_END}", "", [("user", {"tags": ["x", "y"]})]),
+    ("lfm2", f"{LFM}[area(digits=07), now()]{LFM_END}", "", [("area", {"digits": 7}), ("now", {})]),
+    ("lfm2", f"{LFM}[weather(city='sed -n '3,4p' /a.py', unit='C')]{LFM_END}", "", [("weather", {"city": "sed -n '3,4p' /a.py", "unit": "C"})]),
+    ("lfm2", f"""{LFM}[weather(city='python -c "print(a(3, sep='-'))"')]{LFM_END}""", "",
+     [("weather", {"city": "python -c \"print(a(3, sep='-'))\""})]),
+    ("lfm2", f"{LFM}[user(tags=('x', 'y'))]{LFM_END}", "", [("user", {"tags": ["x", "y"]})]),
+    ("lfm2", f"I look.{LFM}[ ]{LFM_END}", "I look.", []),
+    ("minimax", "<tool_calls>[]</tool_calls>", "", []),
+    ("mistral", "Right.[TOOL_CALLS][]", "Right.", []),
+    ("pythonic", "[]", "[]", []),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>', "", [("weather", {"city": "Rome"})]),
+    ("hermes", '<tool_call>{"name": "user", "arguments": {"home": {"x"}}}</tool_call>', '<tool_call>{"name": "user", "arguments": {"home": {"x"}}}</tool_call>', []),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n" + DSML.format("Rome").replace("weather", "area").replace("city", "digits").replace("Rome", "7")
+     + "</｜DSML｜function_calls>", "", [("area", {"digits": 7, "unit": "C"})]),
+    ("gemma4", '<|tool_call>call:user{home:{<|"|>3<|"|>:<|"|>a]b<|"|>},age:,role:null}<tool_call|>', "",
+     [("user", {"home": {"3": "a]b"}, "age": "", "role": None})]),
     # one bad call among good ones
     ("minimax", f"<tool_calls>\n{W_ROME}\n{{not json}}\n{W_OSLO}\n</tool_calls>", "{not json}", [("weather", ROME), ("weather", OSLO)]),
     ("kimi_k2", f"{KIMI}{KIMI_CALL.format('weather', '{')}{KIMI_CALL.format('add:1', J_ADDED)}{KIMI_END}", "*", [("add", ADDED)]),
@@ -256,6 +274,12 @@ def test_calls(name: str, text: str, content: str, calls: Calls) -> None:
         found = read(by_name(name), *pieces, prompt="")
         assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls, pieces
         assert content == "*" or found.content.strip() == content.strip(), pieces
+
+
+def test_the_ids_that_models_write() -> None:
+    text = '<|START_ACTION|>[{"tool_call_id": "7", "tool_name": "now", "parameters": {}}]<|END_ACTION|>'
+    for pieces in cut(text):
+        assert [call.id for call in read(by_name("cohere_command3"), *pieces).calls] == ["7"]
 
 
 @pytest.mark.parametrize(("name", "text", "reasoning", "content"), REASONED, ids=lambda value: value)
