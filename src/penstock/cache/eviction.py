@@ -5,8 +5,7 @@ page by page from the leaves of the tree. Pages of sliding windows, attention ch
 evicted singly; those that only a context branching off inside a node could use are evicted before all others.
 
 Among candidates the lowest retention priority goes first (`core/request.py::Span`; an expired span counts as none). Among
-candidates of equal priority, a `Policy` sorts them into kinds and compares the least recently used candidate of each kind.
-"""
+candidates of equal priority, a `Policy` sorts them into kinds and compares the least recently used candidate of each kind."""
 
 from __future__ import annotations
 

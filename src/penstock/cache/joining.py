@@ -2,8 +2,7 @@
 
 A leader is a running sequence with prompt tokens left to prefill. A follower waits, without batch row or pages, until its
 leader has computed the shared prefix, has ended or was preempted; then it matches the prefix cache as usual. Leaders never
-wait, so there is no deadlock.
-"""
+wait, so there is no deadlock."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Equal keys mean equal tokens and media from the first position on, computed by the same weights in the same namespace, so pages
 with equal keys hold equal bytes. The hash is BLAKE2b, because a cache shared between users needs collision resistance. A key
 depends on nothing else, so it is the same in every process, on every machine and after every restart (docs/cache.md, "Keys";
-`SCHEMA` changes if this does).
-"""
+`SCHEMA` changes if this does)."""
 
 from __future__ import annotations
 

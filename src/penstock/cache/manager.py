@@ -7,8 +7,7 @@ next plan.
 Ownership: `pool` counts the live sequences that hold a page and records whether the prefix index keeps it. The index keeps the
 whole pages of a running sequence as soon as their tokens are committed (`commit`), and its partial last page when it ends
 (`release`). A page that is kept, or has two holders, is never written in place: `grow` copies it first (copy-on-write). That is
-why a match may end inside a page.
-"""
+why a match may end inside a page."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A model sees an image as a run of equal placeholder tokens, but the KV entries at these positions depend on the image. So the
 index replaces each placeholder by a word of the medium, a negative number (token ids are never negative). Within this process
-equal words mean equal contents. Content keys, which other processes read, use the digest of the contents instead (`runs`).
-"""
+equal words mean equal contents. Content keys, which other processes read, use the digest of the contents instead (`runs`)."""
 
 from __future__ import annotations
 

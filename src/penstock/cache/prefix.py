@@ -2,8 +2,7 @@
 
 A node holds a run of tokens, shared by all contexts through it, in blocks of one page each, and for each cache group the page
 of each block. Edges are compressed: a node is split only where contexts branch. Only a leaf may end inside a page: its single
-block is the partial last page of a context, and it is matched token by token.
-"""
+block is the partial last page of a context, and it is matched token by token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Adds events of the tiers behind the device: pages stored in or removed from host memory, disk and remote stores.
 
 Tiers know pages by name alone. The other facts of an event (the page's tokens and its parent) are recorded when the page is on
-the device; pages that a store has from an earlier run are not reported until then.
-"""
+the device; pages that a store has from an earlier run are not reported until then."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Canary: a small model family trained by this project, whose skills are exact and checkable, and the prompts that check them.
 
 Owns the prompts (`skills`, `calling`), their grading (`item`), the suite that they make (`suite`), and the packaged model's
-folder. No torch, no engine: training and evaluation both build on it. `training/canary` in the repository trains the family.
-"""
+folder. No torch, no engine: training and evaluation both build on it. `training/canary` in the repository trains the family."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The graded skills with tools: choosing and calling one, answering from its result, and leaving tools alone.
 
-Owns these prompts and their tool schemas. `skills` has the rest and says what a generator is.
-"""
+Owns these prompts and their tool schemas. `skills` has the rest and says what a generator is."""
 
 from __future__ import annotations
 

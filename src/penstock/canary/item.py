@@ -2,8 +2,7 @@
 
 Training prompts and graded prompts are held apart by construction: every prompt has a `key`, the substance of its question
 without its wording, and a hash of it says on which side it is (`held_out`). Generators make both; each side discards the
-other's.
-"""
+other's."""
 
 from __future__ import annotations
 

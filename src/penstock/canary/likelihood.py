@@ -2,8 +2,7 @@
 
 The log probability of an item's canonical answer, in nats, is a real number, so that every item tells something even where all
 answers are right. Compared item by item with recorded scores, faults show that change no answer: a lost norm weight, a slightly
-wrong scale, a window off by a few positions. Rounding changes scores, too, so the record holds how much it does.
-"""
+wrong scale, a window off by a few positions. Rounding changes scores, too, so the record holds how much it does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The graded skills except tool calls: each skill's questions and its only right answer. Owns the prompts, not the grading.
 
 A generator takes a random source and a `span` from 0 (easy) to 1 (long) and makes an Item. Everything follows from the random
-source, so a seed gives the same prompts everywhere.
-"""
+source, so a seed gives the same prompts everywhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The graded suite: the skills by name, the prompts that score them, and scores with intervals. Owns no prompt's text.
 
 Prompts follow from the skill's name and the number asked for, and are of the held-out side only (`Item.held_out`), from easy to
-long in equal steps. `penstock eval` and the tests ask the model.
-"""
+long in equal steps. `penstock eval` and the tests ask the model."""
 
 from __future__ import annotations
 

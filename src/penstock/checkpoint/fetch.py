@@ -1,8 +1,7 @@
 """Downloads a hub repository's files into the hub's own cache, going on in the middle of a file where a download stopped.
 
 huggingface_hub begins a file again after a break; that costs hours for large ones. The finished blobs lie where it looks for
-them, so it only links them afterwards.
-"""
+them, so it only links them afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """GGUF files: metadata and the places of tensors, every offset checked. `gguf_model.py` interprets names and keys.
 
-Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
-"""
+Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Writes GGUF files: their bytes, and a Hugging Face folder's config and tokenizer as the metadata that llama.cpp reads.
 
-`gguf_model.py` and `gguf_text.py` read what is written here; tables of names are theirs.
-"""
+`gguf_model.py` and `gguf_text.py` read what is written here; tables of names are theirs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 anything is mapped or read.
 
 Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
-then the data that the header's offsets cut).
-"""
+then the data that the header's offsets cut)."""
 
 from __future__ import annotations
 

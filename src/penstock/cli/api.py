@@ -1,6 +1,5 @@
 """The API that `chat`, `generate` and `eval` send requests to: a running server by --url, or a model loaded here behind the
-server's own application. Both are the OpenAI API, so commands and server cannot disagree about a request or an answer.
-"""
+server's own application. Both are the OpenAI API, so commands and server cannot disagree about a request or an answer."""
 
 from __future__ import annotations
 

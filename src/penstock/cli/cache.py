@@ -1,6 +1,5 @@
 """Look after a folder of cached pages (option --cache-disk): what is in it, how large it is, whether it is whole.
-Engines may go on using the folder meanwhile: nothing here locks, and whatever is removed is computed again.
-"""
+Engines may go on using the folder meanwhile: nothing here locks, and whatever is removed is computed again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Talk to a model in the terminal. MODEL is loaded here, canary if none is named; --url talks to a running server instead.
-Ctrl-C stops the answer, not the program. Commands begin with a slash; /help lists them.
-"""
+Ctrl-C stops the answer, not the program. Commands begin with a slash; /help lists them."""
 
 from __future__ import annotations
 

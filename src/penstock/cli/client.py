@@ -2,8 +2,7 @@
 
 Both ways give the same `Reply`, so a command does not know whether its model runs in a server or beside it. The socket way
 is a protocol over httptools with one request per connection at a time: a benchmark's client shares cores with what it
-measures, and each chunk must be stamped when it arrives, not when somebody comes to read it.
-"""
+measures, and each chunk must be stamped when it arrives, not when somebody comes to read it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Ask a model graded questions and show how many of its answers are right: `penstock eval canary`.
 MODEL is loaded here (canary, which comes with Penstock, if none is named); --base-url asks a running server instead.
 Decoding is greedy. The prompts are the same every time, and canary never saw them in training.
-Beside it stands the log probability of the right answers, and whether it differs from what was recorded of the model.
-"""
+Beside it stands the log probability of the right answers, and whether it differs from what was recorded of the model."""
 
 from __future__ import annotations
 

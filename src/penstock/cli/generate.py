@@ -1,7 +1,6 @@
 """Answer a file of requests: IN.jsonl in OpenAI's batch format, answers into OUT.jsonl as they are ready.
 Interrupt it at any moment and run it again: lines that OUT has an answer for are not asked again. MODEL is loaded here;
---url asks a running server instead.
-"""
+--url asks a running server instead."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Show what MODEL is, what memory would be used for, and which kernel serves which operation. Nothing is loaded.
-The folder's tensors are checked against the model by name and shape. --load starts the engine and reports what it measured.
-"""
+The folder's tensors are checked against the model by name and shape. --load starts the engine and reports what it measured."""
 
 from __future__ import annotations
 

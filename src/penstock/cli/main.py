@@ -1,8 +1,7 @@
 """The command `penstock`: finds the subcommand and hands over to its module. Owns exit codes, no option.
 
 A subcommand is a module of this package, or a part of `models.py`, with `add(parser)`, which declares its arguments, and
-`run(args) -> int`, which returns the exit code. Only the chosen one is imported, so that `penstock --help` costs nothing.
-"""
+`run(args) -> int`, which returns the exit code. Only the chosen one is imported, so that `penstock --help` costs nothing."""
 
 from __future__ import annotations
 

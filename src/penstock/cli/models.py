@@ -1,7 +1,6 @@
 """The commands for models at hand: pull, ls, rm, run, ps, stop. `show` is `info`.
 
-Models lie in the hub's own cache (HF_HOME), which other tools share. `ps` and `stop` ask a running server.
-"""
+Models lie in the hub's own cache (HF_HOME), which other tools share. `ps` and `stop` ask a running server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Write MODEL quantized: into a folder OUT as compressed-tensors, which vLLM, SGLang and transformers read too, or into a file
 OUT.gguf, which llama.cpp reads.
 Rounding is to nearest, or for integers by GPTQ with a text to calibrate on (--calibrate FILE). --text prints the perplexity of
-a text before and after; --skills the graded answers of a chat model.
-"""
+a text before and after; --skills the graded answers of a chat model."""
 
 from __future__ import annotations
 

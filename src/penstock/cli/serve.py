@@ -1,7 +1,6 @@
 """Serve a model over an OpenAI-compatible HTTP API.
 
-Options are generated from `config/schema.py`; what is printed while loading is decided here.
-"""
+Options are generated from `config/schema.py`; what is printed while loading is decided here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Serve a recorded trace on simulated replicas: the real scheduler and cache, and a device that is a model of step time.
 
-A trace is Azure's or Vidur's CSV or Mooncake's JSON lines; lines may have `class`, `tenant` and `deadline` besides.
-"""
+A trace is Azure's or Vidur's CSV or Mooncake's JSON lines; lines may have `class`, `tenant` and `deadline` besides."""
 
 from __future__ import annotations
 

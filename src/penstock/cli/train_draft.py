@@ -1,7 +1,6 @@
 """Train an EAGLE-3 head that drafts for MODEL, from its own hidden states on a text: plain text, or conversations (.jsonl,
 {"messages": [...]} or {"prompt": ...} a line), which the model answers first. Writes --output DIR in the format of published
-heads, with a card of how often its drafts are kept: penstock serve MODEL --speculative-model DIR
-"""
+heads, with a card of how often its drafts are kept: penstock serve MODEL --speculative-model DIR"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Command line flags made from the option dataclasses of `config/schema.py`, and the parser that reports a mistyped one.
 
 A flag exists because a field exists: name, type, choices, heading, help and default are the field's. Nothing is resolved here,
-and nothing here knows a single option by name.
-"""
+and nothing here knows a single option by name."""
 
 from __future__ import annotations
 

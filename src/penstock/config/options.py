@@ -1,8 +1,7 @@
 """The one place where options are accepted: known names, their types, choices and ranges.
 
 `LLM`, `AsyncLLM`, the commands and the engine itself all come through here, so that none of them accepts what another refuses.
-Checks that need the model or the device are `resolve.py`'s.
-"""
+Checks that need the model or the device are `resolve.py`'s."""
 
 from __future__ import annotations
 

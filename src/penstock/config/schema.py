@@ -1,8 +1,7 @@
 """Every option, with its default, its one line of documentation, its possible values and its heading in `--help`.
 
 A field's name is its keyword in `LLM(...)` and, with dashes, its flag; names are vLLM's where the meaning is the same. Nothing
-is resolved here: `options.py` checks single values, `resolve.py` everything that depends on the model and the device.
-"""
+is resolved here: `options.py` checks single values, `resolve.py` everything that depends on the model and the device."""
 
 from __future__ import annotations
 

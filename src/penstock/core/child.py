@@ -1,8 +1,7 @@
 """Processes that others of ours start by exec: their sockets, how they end, and what they say if they fail.
 
 A child gets its first message on standard input, a pipe that only its parent holds; later ones come and go over two ZMQ sockets
-in a folder that only this user may enter, or over TCP to another machine, encrypted for those who know PENSTOCK_SECRET.
-"""
+in a folder that only this user may enter, or over TCP to another machine, encrypted for those who know PENSTOCK_SECRET."""
 
 from __future__ import annotations
 

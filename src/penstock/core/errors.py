@@ -1,8 +1,7 @@
 """The one exception hierarchy. A message says what was asked, what is possible, and what to change.
 
 Raised only where a user can still do something about it: in `config`, in `models` while loading, in `server`, and in
-`engine.submit`. Below those, a broken invariant is an `AssertionError`.
-"""
+`engine.submit`. Below those, a broken invariant is an `AssertionError`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Sampling parameters of a request, with their meanings and limits.
 
 Field names and call shape are vLLM's where the meaning is the same. This module is plain data; `ops/sample.py` has the
-arithmetic.
-"""
+arithmetic."""
 
 from __future__ import annotations
 

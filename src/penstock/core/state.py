@@ -1,8 +1,7 @@
 """Cache states of mixers, as data: the fields of a state, and which positions must be kept to continue at n.
 
 Prefix hits, freeing, admission, eviction, offload and rollback are derived from `Retention` alone, so a new kind of state is
-one small class here and one operation in `ops`.
-"""
+one small class here and one operation in `ops`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A step's seconds are a sum of non-negative terms: a constant, one for each segment, a piecewise linear function of the tokens (a
 step is bound by the reading of weights first, by compute later), the entries that single tokens read, and the work of prefill
-attention.
-"""
+attention."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Transfers between the device and the tiers behind it: the requests in plans, and the movers' results.
 
 A page behind the device lies in a slot of the host's arena, which is cut as the device's is (`core/layout.py`), or in a store
-under the name of what is in it. Transfers are carried out in the order of plans.
-"""
+under the name of what is in it. Transfers are carried out in the order of plans."""
 
 from __future__ import annotations
 

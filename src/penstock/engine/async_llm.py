@@ -2,8 +2,7 @@
 
 It joins the frontend's parts: tokenization and checks (`inputs.py`), text (`outputs.py`), the bookkeeping of open requests
 (`traffic.py`) and their readers (`stream.py`). Everything runs on one event loop, except long work (`work.py`) and chat
-templates (`rendering.py`).
-"""
+templates (`rendering.py`)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Each one-token request matches its beam in the prefix cache, so it computes one position and shares all pages but the last. A
 frontend sees one request whose answers arrive at the end, best first. The search rules are those of Hugging Face's generate, so
-that both find the same beams.
-"""
+that both find the same beams."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The engine: scheduler, cache and a worker behind an executor, and the loop that keeps `depth` plans in flight.
 
-Owned by one thread. It handles tokens only; `inputs` and `outputs` translate from and to text.
-"""
+Owned by one thread. It handles tokens only; `inputs` and `outputs` translate from and to text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Publishes the KV cache events over ZMQ, as vLLM does, for routers. `cache/events.py` defines the events.
 
 A batch is three frames: topic, sequence number (8 bytes, big-endian, from 0, +1 each), msgpack [time, events]. A replay socket
-answers a sequence number with the buffered batches from that number on, then with number -1 and no payload.
-"""
+answers a sequence number with the buffered batches from that number on, then with number -1 and no payload."""
 
 from __future__ import annotations
 

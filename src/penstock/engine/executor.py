@@ -2,8 +2,7 @@
 
 `submit` returns without waiting where the device allows it; results arrive in submission order. `mask` provides the masks of
 the last submitted plan, once for each plan with masked segments, and for no other plan; `drafts` comes before where the masks
-depend on drafts that the worker writes.
-"""
+depend on drafts that the worker writes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Input processing: turns a prompt and parameters into a request in tokens (encoding, checks, defaults, limits).
 
-Runs in the frontend, so that a bad request is refused before it reaches the engine.
-"""
+Runs in the frontend, so that a bad request is refused before it reaches the engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Output processing: turns engine updates into text and vLLM's output objects (detokenization, stop strings).
 
 Runs in the frontend; knows neither asyncio nor HTTP. All work is incremental: an update costs time in proportion to its new
-tokens.
-"""
+tokens."""
 
 from __future__ import annotations
 

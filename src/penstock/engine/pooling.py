@@ -1,6 +1,5 @@
 """Embeddings, scores and classes from a prompt's hidden states: which prompts and poolings a task needs, and what is made of
-the numbers that the engine reports. `LLM` and the server share it.
-"""
+the numbers that the engine reports. `LLM` and the server share it."""
 
 from __future__ import annotations
 

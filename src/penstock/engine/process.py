@@ -1,8 +1,7 @@
 """The engine in a separate process: the child's main loop, the messages between child and parent, and the parent's handle.
 
 Messages are msgpack by msgspec over two ZMQ ipc sockets; nothing is ever pickled. The child owns the engine in its main
-thread. The parent handles requests and updates in tokens; `async_llm` turns them into text.
-"""
+thread. The parent handles requests and updates in tokens; `async_llm` turns them into text."""
 
 from __future__ import annotations
 

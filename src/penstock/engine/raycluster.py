@@ -1,8 +1,7 @@
 """Machines by Ray: finds nodes of its cluster for the ranks of other machines, and keeps an actor on each that runs them.
 
 The ranks and their connections are those of machines started by hand (`engine/machine.py`, `engine/remote.py`); Ray carries no
-tensor and no plan. The process that has the engine is Ray's driver, so that actors end with it, whatever happens.
-"""
+tensor and no plan. The process that has the engine is Ray's driver, so that actors end with it, whatever happens."""
 
 from __future__ import annotations
 

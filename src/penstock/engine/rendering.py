@@ -1,8 +1,7 @@
 """Runs chat templates in separate processes, so that a template that loops or allocates too much kills its process only.
 
 A template is a program by the model's authors. Each rendering has a deadline, and each process a memory limit; a process that
-exceeds one is killed, and a new one starts with the next request. `Renderers` is the server's side, `main` the child's.
-"""
+exceeds one is killed, and a new one starts with the next request. `Renderers` is the server's side, `main` the child's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Several engine processes as one (data parallelism): the frontend's handle, and who gets which request.
 
 Every replica holds the whole model and its own cache. A request goes where least is left to compute, which counts what a
-replica may have cached of its prompt. A replica that dies takes only its own requests with it.
-"""
+replica may have cached of its prompt. A replica that dies takes only its own requests with it."""
 
 from __future__ import annotations
 

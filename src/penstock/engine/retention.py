@@ -2,8 +2,7 @@
 
 A request gives spans (`core/request.py::Span`), or marks on messages, parts of their content, tools or a whole prompt, in
 Anthropic's format: {"type": "ephemeral", "ttl": "5m"}. A mark covers the whole prompt up to its place. The cache decides what
-is then kept.
-"""
+is then kept."""
 
 from __future__ import annotations
 

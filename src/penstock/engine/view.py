@@ -1,8 +1,7 @@
 """The engine's work as plain data for people who watch: its last steps, its sequences, pages and prefix tree.
 
 It only looks, between two turns, and what it looks at is bounded, so that watching costs a step at most a few milliseconds.
-Steps are recorded only while somebody watches. It knows tokens by their number alone, never their text.
-"""
+Steps are recorded only while somebody watches. It knows tokens by their number alone, never their text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A small thread pool for work that would block the event loop. Short jobs go first, and jobs of disconnected clients stop.
 
-Jobs release the GIL where they can (tokenizers, pipes); others call `checkpoint` between pieces, where a cancelled job ends.
-"""
+Jobs release the GIL where they can (tokenizers, pipes); others call `checkpoint` between pieces, where a cancelled job ends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Turns a user's constraint (schema, regex, choice, grammar, structural tag) into a validated llguidance grammar.
 
 Runs where requests are parsed and needs no tokenizer; `compiling.py` compiles the grammar for a vocabulary. Every error that a
-user can cause is raised here.
-"""
+user can cause is raised here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """String formats as regular expressions, so that a `format` is either enforced or refused, never ignored.
 
 A pattern accepts no string that its specification forbids. Some patterns accept less than the specification: leap seconds only
-at 23:59:60Z, host names without punycode, e-mail addresses without quoted local parts.
-"""
+at 23:59:60Z, host names without punycode, e-mail addresses without quoted local parts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Negation and disjointness of schemas, for oneOf, not and if. Both results are exact or not given.
 
-The schemas were rewritten by `schema.py`, or will be; `resolve` follows references.
-"""
+The schemas were rewritten by `schema.py`, or will be; `resolve` follows references."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Translates regular expressions of JSON Schema (ECMA-262, unicode mode) to llguidance's (Rust's regex crate).
 
 A few characters differ in meaning, and each difference would accept strings that the schema forbids. Unknown syntax is passed
-on unchanged, and llguidance refuses it.
-"""
+on unchanged, and llguidance refuses it."""
 
 from __future__ import annotations
 

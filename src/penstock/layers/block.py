@@ -1,7 +1,6 @@
 """One layer of the decoder: branches around the residual stream, each with one mixer, in the order that a BlockSpec says.
 
-The stream is carried as a sum not yet done, `residual + delta`, so that the addition can be part of the next norm's kernel.
-"""
+The stream is carried as a sum not yet done, `residual + delta`, so that the addition can be part of the next norm's kernel."""
 
 from __future__ import annotations
 

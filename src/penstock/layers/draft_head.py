@@ -1,8 +1,7 @@
 """The first layers of a draft head (EAGLE, multi-token prediction), which reads the target's hidden states beside tokens.
 
 At position t a head takes the target's hidden state at t and the token at t + 1, and predicts the token at t + 2. For further
-drafts it takes its own result in place of the target's state. `models/draft_heads.py` says which heads there are.
-"""
+drafts it takes its own result in place of the target's state. `models/draft_heads.py` says which heads there are."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 One mixer is the whole stack of layers. A step's tokens are one sequence with positions for the modules; only attention tells
 the rows apart, and that is ours, registered with transformers under `NAME`. `models/fallback.py` finds out which models can be
-run so.
-"""
+run so."""
 
 from __future__ import annotations
 

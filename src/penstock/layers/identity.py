@@ -3,8 +3,7 @@
 It is derived from the whole resolved description, not from a list of fields: every field of every dataclass in the spec and the
 states enters by itself, rotary embeddings as the frequencies that they have at this `max_model_len`, and the kernels by name,
 because two implementations of an operation agree within a tolerance only. A new field is in it the day it appears; a value of a
-kind that is not known here is an error, never left out.
-"""
+kind that is not known here is an error, never left out."""
 
 from __future__ import annotations
 

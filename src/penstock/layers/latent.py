@@ -2,8 +2,7 @@
 
 Two forms compute the same. Absorbed: queries are taken to the latent's space, and all heads read the latents as one KV head,
 for decoding at the memory's rate. Expanded: the keys and values of a long prefill segment are computed from the latents, block
-by block, for fewer operations; `AttentionOps.library_spans` names those segments, by their own lengths alone.
-"""
+by block, for fewer operations; `AttentionOps.library_spans` names those segments, by their own lengths alone."""
 
 from __future__ import annotations
 

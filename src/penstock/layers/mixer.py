@@ -1,8 +1,7 @@
 """The protocol of a mixer: one sublayer of a block. Attention mixes tokens; a feed-forward layer is a mixer without a state.
 
 A new mixer is one file: a frozen dataclass that describes it, and the layer that it builds. Scheduler, cache, worker and loader
-find out what they need (states, parameters, projections) by this protocol alone.
-"""
+find out what they need (states, parameters, projections) by this protocol alone."""
 
 from __future__ import annotations
 

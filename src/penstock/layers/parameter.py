@@ -1,7 +1,6 @@
 """A parameter as data: its name, its shape, how it is stored, and how tensor parallelism may cut it.
 
-Memory is planned and a checkpoint checked by these, before a byte of it is read.
-"""
+Memory is planned and a checkpoint checked by these, before a byte of it is read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Rotary position embedding: the frequencies of each published way to stretch a context, and the tables of a model.
 
-Pure functions of numbers. Reading them from a config is `models/config.py`; applying them is the operation `rope_write`.
-"""
+Pure functions of numbers. Reading them from a config is `models/config.py`; applying them is the operation `rope_write`."""
 
 from __future__ import annotations
 

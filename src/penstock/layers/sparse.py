@@ -2,8 +2,7 @@
 
 Queries of contexts that are no longer than the number of picks attend to all, by the kernels of `latent.py`. The others' picks
 are gathered and attended to in plain PyTorch, a block of queries at a time; that reads lengths on the host, so it is in no
-CUDA graph.
-"""
+CUDA graph."""
 
 from __future__ import annotations
 

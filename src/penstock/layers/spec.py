@@ -1,7 +1,6 @@
 """A whole decoder as data: what a family fills in, `Decoder` builds and `models/weights.py` loads.
 
-Its parts are described beside the layers that they build: `attention.py`, `mlp.py`, `norm.py`, `embedding.py`, `block.py`.
-"""
+Its parts are described beside the layers that they build: `attention.py`, `mlp.py`, `norm.py`, `embedding.py`, `block.py`."""
 
 from __future__ import annotations
 

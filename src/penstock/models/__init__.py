@@ -1,8 +1,7 @@
 """Model families as data: each describes itself as a ModelSpec and a table of names; one decoder and one loader serve all of
 them.
 
-These are the package's public names.
-"""
+These are the package's public names."""
 
 from __future__ import annotations
 

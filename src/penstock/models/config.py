@@ -1,8 +1,7 @@
 """Typed reads of a config.json's values, and the parts that Llama-like families describe alike. The file itself is read by
 `checkpoint/config.py`.
 
-Every read is checked: a value that Penstock cannot honour is a ModelError that says what was found and what is possible.
-"""
+Every read is checked: a value that Penstock cannot honour is a ModelError that says what was found and what is possible."""
 
 from __future__ import annotations
 

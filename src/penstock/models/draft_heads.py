@@ -1,6 +1,5 @@
 """Draft heads as data: EAGLE heads in folders of their own, and the layer for multi-token prediction (MTP, NEXTN) inside a
-target's checkpoint. They are recognised by their configs and by the names of their tensors; one decoder runs them all.
-"""
+target's checkpoint. They are recognised by their configs and by the names of their tensors; one decoder runs them all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The EAGLE-3 head (Li et al. 2025) as a module that can be trained, in the layout that published heads have. Owns its
 arithmetic and its tensors' names; `worker/draft_training.py` trains it, and engines run it by `models/draft_heads.py`.
 
-At place t the head reads the target's states there and the token at t + 1, and predicts the token at t + 2.
-"""
+At place t the head reads the target's states there and the token at t + 1, and predicts the token at t + 2."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Finds out whether an architecture that no family describes can be run through transformers' own modules, and describes it.
 
 The modules are run once without numbers (on the meta device): each call of attention is seen, and what cannot be driven by
-`layers/foreign.py` is refused by name.
-"""
+`layers/foreign.py` is refused by name."""
 
 from __future__ import annotations
 

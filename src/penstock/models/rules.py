@@ -1,8 +1,7 @@
 """The mapping from checkpoint names to parameters, as data: a family lists rules, and this module applies them.
 
 In a pattern `#` is a layer's number, `@` an expert's, `*` one name between dots, `**` any rest, and `[text]` is optional and
-means nothing. The first rule that matches a name decides.
-"""
+means nothing. The first rule that matches a name decides."""
 
 from __future__ import annotations
 

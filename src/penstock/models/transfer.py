@@ -1,6 +1,5 @@
 """Transfers parts of files to a device at the speed of the disk: threads read large chunks into pinned memory, and copy them
-asynchronously. `models/weights.py` knows what the bytes mean.
-"""
+asynchronously. `models/weights.py` knows what the bytes mean."""
 
 from __future__ import annotations
 

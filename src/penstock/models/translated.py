@@ -1,6 +1,5 @@
 """A checkpoint in any dialect, shown to the loader as if it held the parts of schemes: names, shapes and types are checked
-before data is read, and a module's tensors are converted when the first of its parts is asked for.
-"""
+before data is read, and a module's tensors are converted when the first of its parts is asked for."""
 
 from __future__ import annotations
 

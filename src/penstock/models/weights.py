@@ -2,8 +2,7 @@
 
 `assign` maps tensors to parameters by names and shapes alone, before any data is read, and lists everything that does not fit.
 `stream` then loads them: on a CPU one parameter after another, so that memory peaks at the packed weights and one matrix; on a
-GPU at the speed of the disk.
-"""
+GPU at the speed of the disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Counters and histograms of a server, as plain numbers. `server/metrics.py` gives them their public names.
 
-Owned by one event loop; nothing here locks. An observation costs well under a microsecond, so every token may be observed.
-"""
+Owned by one event loop; nothing here locks. An observation costs well under a microsecond, so every token may be observed."""
 
 from __future__ import annotations
 

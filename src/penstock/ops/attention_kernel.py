@@ -4,8 +4,7 @@ A program computes one item (made on the host by `attention_work.py`) for one KV
 several segments with a shared prefix, with all query heads of the KV head, over a range of keys. `attention_triton.py` launches
 it.
 
-Draft trees have one more mask: from a segment's origin on, bits of each query select the keys that it sees.
-"""
+Draft trees have one more mask: from a segment's origin on, bits of each query select the keys that it sees."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The library supports neither block tables nor, in causal calls, a context before the queries. So keys and values are gathered
 from their pages. A segment's own keys are one causal call; its context is cut into blocks of few sizes, one unmasked call each;
-the partial results are merged by their log-sum-exp. `attention_triton.py` computes all other segments.
-"""
+the partial results are merged by their log-sum-exp. `attention_triton.py` computes all other segments."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 `SharedPrefixes` sorts segments so that neighbours share most. Segments that share at least k keys are therefore a range of
 neighbours, and ranges of different k nest like the nodes of a prefix tree. A segment joins at most one group, the groups that
-save most reads are chosen, and a group is cut into tiles of queries.
-"""
+save most reads are chosen, and a group is cut into tiles of queries."""
 
 from __future__ import annotations
 

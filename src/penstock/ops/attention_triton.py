@@ -2,8 +2,7 @@
 
 "triton" chooses split-K boundaries by the load of the step, and leaves long prefill segments to `attention_library.py`.
 "triton-invariant" splits keys at fixed positions, so that a query's result is bitwise independent of the rest of the batch.
-`attention_work.py` divides the work, and `attention_kernel.py` holds the kernels.
-"""
+`attention_work.py` divides the work, and `attention_kernel.py` holds the kernels."""
 
 from __future__ import annotations
 

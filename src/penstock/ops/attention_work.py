@@ -6,8 +6,7 @@ memory. Broad tiles, for prefill, are compute-bound, and are split only if few t
 a kind, a function of the geometry alone. `Launch` is the number of its items and their place in the step's array.
 
 A narrow tile may also hold the single queries of several segments with a shared prefix (`attention_sharing.py`): some items
-then have all of its queries for the keys of the prefix, and others have one query each for that segment's own keys.
-"""
+then have all of its queries for the keys of the prefix, and others have one query each for that segment's own keys."""
 
 from __future__ import annotations
 

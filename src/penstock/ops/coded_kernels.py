@@ -1,8 +1,7 @@
 """The Triton kernels for quantized matrices. `ops/coded_triton.py` packs the matrices, decides which kernel serves a shape, and
 launches it.
 
-Imported late: Triton is not on every machine, and takes 0.3 s where it is.
-"""
+Imported late: Triton is not on every machine, and takes 0.3 s where it is."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 of groups; for many rows cuBLAS, after decoding the matrix if its codes are no numbers of the tensor cores.
 
 `pick` alone decides which kernel and tile serve a shape. The forms that matrices are packed into are in ops/coded_forms.py, the
-kernels in ops/coded_kernels.py.
-"""
+kernels in ops/coded_kernels.py."""
 
 from __future__ import annotations
 

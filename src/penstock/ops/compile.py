@@ -2,8 +2,7 @@
 
 A dry run of the launches on meta tensors (`recording`) finds out which kernels are needed; a later launch on the GPU then finds
 its kernel in the cache. `Compilation` runs the compiler processes (ops/compile_worker.py) while weights load. `count` tells
-whether the JIT compiled anything else.
-"""
+whether the JIT compiled anything else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A compiler process for ops/compile.py: it reads one job per line and writes one answer per line. It never imports torch.
 
-usage: python -m penstock.ops.compile_worker CAPABILITY, such as 90
-"""
+usage: python -m penstock.ops.compile_worker CAPABILITY, such as 90"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The types of the operations, as the kernel table binds them. The reference's docstring says what an operation computes.
 
 Operations of several functions whose implementations share code are classes instead: `ops/attention.py::AttentionOps` and
-`ops/sample.py::SampleOps`.
-"""
+`ops/sample.py::SampleOps`."""
 
 from __future__ import annotations
 

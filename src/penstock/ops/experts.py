@@ -1,7 +1,6 @@
 """The operation `experts`: each token's picked feed-forward networks, weighted and summed; the plain PyTorch reference.
 
-The matrices of all experts of a layer are one `Stack`, packed once after loading by the implementation that will read it.
-"""
+The matrices of all experts of a layer are one `Stack`, packed once after loading by the implementation that will read it."""
 
 from __future__ import annotations
 

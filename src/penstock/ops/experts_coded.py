@@ -1,7 +1,6 @@
 """Stacks of quantized experts on NVIDIA GPUs: they stay as ops/coded_forms.py packs a single matrix, and one kernel serves.
 
-`ops/experts_triton.py` decides on the tiles. The kernel is in ops/experts_coded_kernels.py.
-"""
+`ops/experts_triton.py` decides on the tiles. The kernel is in ops/experts_coded_kernels.py."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A kernel copies the picked experts that have no slot over PCIe into a stage that all layers share, so that nothing is decided on
 the host and a CUDA graph can hold it; `where` says from which place the grouped GEMMs read an expert. Between steps, experts
-that were picked more often get the slots of others (`Residency.promote`).
-"""
+that were picked more often get the slots of others (`Residency.promote`)."""
 
 from __future__ import annotations
 

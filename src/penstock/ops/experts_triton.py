@@ -2,8 +2,7 @@
 
 No tensor is read on the host and all sizes follow from the number of tokens, so a CUDA graph can hold every launch. `choose`
 alone decides which kernel and tile serve; its constants come from the measurements of bench/gpu_experts.py. The kernels are in
-ops/experts_kernels.py.
-"""
+ops/experts_kernels.py."""
 
 from __future__ import annotations
 

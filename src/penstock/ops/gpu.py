@@ -1,7 +1,6 @@
 """GPU facts that Triton launches depend on: of the device, or during a dry run on meta tensors of the chip that it stands for.
 
-Imports no Triton.
-"""
+Imports no Triton."""
 
 from __future__ import annotations
 

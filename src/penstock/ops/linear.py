@@ -1,7 +1,6 @@
 """The operation `linear`: GEMMs with a weight matrix, and embedding look-ups in it.
 
-A weight is packed once after loading, into the layout of the implementation that will read it.
-"""
+A weight is packed once after loading, into the layout of the implementation that will read it."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ Every tile uses the same tensor core instruction (on Hopper wgmma, whose first o
 of x that is the weight), in steps of 16 along K, in order, into one float32 accumulator. Tile size and operand order change
 which outputs are computed together, not the order of summation, so the tile may depend on the number of rows. Split-K depends
 on the matrix alone (few columns): every tile then sums each part separately and adds the parts in order, whether one program
-computes them or several. Tests on the GPU compare the bits over all tiles and sizes.
-"""
+computes them or several. Tests on the GPU compare the bits over all tiles and sizes."""
 
 from __future__ import annotations
 

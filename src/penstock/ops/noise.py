@@ -1,8 +1,7 @@
 """Random numbers as a pure function of (seed, position, token): the same whatever else is in the batch.
 
 A counter-based generator: 32-bit integers through the finalizer "lowbias32" (Ellis, hash-prospector; public domain),
-keyed by seed and position. The integers are the same on every device; `ops/sample_triton.py` computes them again.
-"""
+keyed by seed and position. The integers are the same on every device; `ops/sample_triton.py` computes them again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The kernel table: it binds an implementation to each operation once, at start, by device facts and dtype.
 
 An operation is a name with a reference in `ops/<op>.py`. A faster implementation registers beside it with a `supports`
-function that returns None, or the reason why it cannot serve. No other code asks which hardware is there.
-"""
+function that returns None, or the reason why it cannot serve. No other code asks which hardware is there."""
 
 from __future__ import annotations
 

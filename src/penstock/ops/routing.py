@@ -1,7 +1,6 @@
 """The operation `route`: which experts a token is sent to, and with which weights.
 
-`Routing` describes a router's arithmetic as data. The router's own matrix is not part of it: `route` takes its logits.
-"""
+`Routing` describes a router's arithmetic as data. The router's own matrix is not part of it: `route` takes its logits."""
 
 from __future__ import annotations
 

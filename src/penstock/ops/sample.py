@@ -1,8 +1,7 @@
 """The operation `sample` in plain PyTorch: choosing tokens, filters, penalties, logit edits and log probabilities.
 
 Parameters that vary by row are in a table on the device (`Column`), so the host passes only row numbers to a step.
-`worker/sampler.py` decides which of these functions a step needs.
-"""
+`worker/sampler.py` decides which of these functions a step needs."""
 
 from __future__ import annotations
 

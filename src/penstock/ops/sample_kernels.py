@@ -1,8 +1,7 @@
 """The Triton kernels that choose tokens, edit logits and compute log probabilities. `ops/sample_triton.py` launches them,
 `ops/sample.py` defines what they compute; the kernels of filters are in ops/threshold_kernels.py. A line is a row of logits.
 
-Imported late: Triton is not on every machine, and takes 0.3 s where it is.
-"""
+Imported late: Triton is not on every machine, and takes 0.3 s where it is."""
 
 from __future__ import annotations
 

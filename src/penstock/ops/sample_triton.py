@@ -1,8 +1,7 @@
 """Sampling on NVIDIA GPUs: launches the Triton kernels of ops/sample_kernels.py and ops/threshold_kernels.py.
 
 The result of a line (a row of logits) does not depend on the others: maxima are exact in any order, and sums have fixed
-borders.
-"""
+borders."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ between `low`, for which it fails, and `high`, for which it holds. One or two pa
 several pivots, which leaves few values in between. The next pass collects these, and the last kernel continues among them
 alone; if they do not fit, it continues over the whole line.
 
-float32 sums stay within one tile, and tile borders are fixed, so the result does not depend on the other lines of the step.
-"""
+float32 sums stay within one tile, and tile borders are fixed, so the result does not depend on the other lines of the step."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ data.
 
 All tokens go to all ranks in one message of a size that all know, so that CUDA graphs can hold it. Where long messages are to
 overlap, prompts are two batches: while one travels, the experts compute the other. If picks leave out enough ranks, each token
-then goes once to each rank that has one of its experts; the numbers are agreed first, which waits for the device.
-"""
+then goes once to each rank that has one of its experts; the numbers are agreed first, which waits for the device."""
 
 from __future__ import annotations
 

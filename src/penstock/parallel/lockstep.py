@@ -1,8 +1,7 @@
 """Engines that step together, because each has some of the experts for the tokens of all (attention by data).
 
 A step is a round: all ranks first agree on its size, those without tokens too. While no rank has any, nobody agrees on
-anything; the first that has some calls the others by a number in memory that all map.
-"""
+anything; the first that has some calls the others by a number in memory that all map."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 
 A block exchanges its own run of the message in its own places and by its own flags, so blocks never wait for each other. Its
 epoch counts its exchanges. Data has two places, used in turn: a rank that is two epochs ahead has seen that all have read the
-older one.
-"""
+older one."""
 
 from __future__ import annotations
 

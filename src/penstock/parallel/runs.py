@@ -1,8 +1,7 @@
 """Sums over ranks of a prompt's rows, run by run: while the sums of one run travel, the next run is computed.
 
 Of two ranks each has all sums, and norms them. Of more, each has the sums of its share of every run, adds them to its share of
-the stream, norms them, and the ranks gather what is normed (Korthikanti et al. 2022, "sequence parallelism").
-"""
+the stream, norms them, and the ranks gather what is normed (Korthikanti et al. 2022, "sequence parallelism")."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Values that one start finds out and the next start of the same finds again, as JSON on disk.
 
 A value is kept under a digest of all that it depends on, this package's sources and torch's and Triton's versions among it, so
-that it is never out of date. Where nothing can be written, nothing is kept.
-"""
+that it is never out of date. Where nothing can be written, nothing is kept."""
 
 from __future__ import annotations
 

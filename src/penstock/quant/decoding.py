@@ -1,7 +1,6 @@
 """Matrices of any scheme on any device, without a kernel of their own: tiles of rows are decoded whenever they are read.
 
-It saves memory, not time: every step decodes the whole matrix. A kernel that is registered for the scheme takes its place.
-"""
+It saves memory, not time: every step decodes the whole matrix. A kernel that is registered for the scheme takes its place."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The form of one matrix in a checkpoint: the tensors that other programs write for it, and their conversion to a scheme's
 parts.
 
-The readers of `dialects/` choose a form for each module of a checkpoint by its `quantization_config`.
-"""
+The readers of `dialects/` choose a form for each module of a checkpoint by its `quantization_config`."""
 
 from __future__ import annotations
 

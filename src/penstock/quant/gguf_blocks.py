@@ -1,8 +1,7 @@
 """Decodes the blocks of GGUF's types, by vectorised arithmetic on bytes. Layouts: ggml (github.com/ggml-org/ggml, MIT),
 `ggml-common.h`; results equal those of its `gguf` package bit for bit, so the order of float operations is part of it.
 
-The grids of the IQ types, `iq_grids.bin`, are ggml's tables (MIT), codes packed lowest bits first.
-"""
+The grids of the IQ types, `iq_grids.bin`, are ggml's tables (MIT), codes packed lowest bits first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """NF4 and FP4 of bitsandbytes: 4-bit codes of a fixed table, with the largest magnitude of each block as its scale.
 
-The tables are those of the QLoRA paper (Dettmers et al. 2023, appendix E) and of bitsandbytes' FP4.
-"""
+The tables are those of the QLoRA paper (Dettmers et al. 2023, appendix E) and of bitsandbytes' FP4."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A new scheme is one file with a frozen dataclass. Loading, dummy weights, the memory plan and `penstock info` follow from it. A
 kernel for it is registered as the operation `linear.<name>` (`ops/registry.py::Kernels.linear_for`); where none can serve, the
-matrix stays as it is stored, and `quant/decoding.py` decodes it in tiles whenever it is read.
-"""
+matrix stays as it is stored, and `quant/decoding.py` decodes it in tiles whenever it is read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Quantized checkpoints as other programs read them: a scheme's parts in the tensors of compressed-tensors, and its config.
 
-`quant/dialects/compressed_tensors.py` reads what is written here.
-"""
+`quant/dialects/compressed_tensors.py` reads what is written here."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A refusal says what would be accepted. Waiting sequences enter in the policy's order. Later sequences that fit may overtake one
 without room for its known context, but only `PASSES` times, so that no sequence starves. A sequence that waits for another's
-prefill (`cache/joining.py`) or for pages being loaded does not block others.
-"""
+prefill (`cache/joining.py`) or for pages being loaded does not block others."""
 
 from __future__ import annotations
 

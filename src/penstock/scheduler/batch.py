@@ -1,8 +1,7 @@
 """The segments that running sequences get in a step: one position each, and the budget of prompts by the pace and the policy.
 
 If pages run out, the last sequence in the policy's order is preempted; it restarts later from what the cache still holds. The
-first in order can always make progress, so there is no livelock.
-"""
+first in order can always make progress, so there is no livelock."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The forecast: when a request would have its first token, and the refusal of those whose promise cannot be kept.
 
 The rates are those at which prompts were computed and admitted while somebody was left waiting; until then, those of the model
-of step time.
-"""
+of step time."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A policy has two levels. A group (a class, a tenant) has a standing, such as its service deficit, that changes as it is served.
 Within its group a sequence has a key, such as its arrival time. The first in the order is planned and admitted first, and the
-last is preempted first.
-"""
+last is preempted first."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Every tenant has a counter of the service that it had (virtual token counter: prompt and output tokens by what they cost), and
 each of its classes one by its weight. A tenant that had more than the least served, beyond a tolerance, comes after all others;
 among the others the earliest deadline of a first token is first. A tenant that comes back starts where the least served one is:
-nothing is saved up. Waiting sequences gain on the others, and every deadline comes, so nobody waits for ever.
-"""
+nothing is saved up. Waiting sequences gain on the others, and every deadline comes, so nobody waits for ever."""
 
 from __future__ import annotations
 

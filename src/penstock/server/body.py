@@ -1,8 +1,7 @@
 """Reading a request's body: its size while it arrives, its depth, and its decoding into a struct.
 
 Unknown fields are refused, except those in a dialect's list of harmless ones, which are ignored and named in the
-answer's headers.
-"""
+answer's headers."""
 
 from __future__ import annotations
 

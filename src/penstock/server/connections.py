@@ -2,8 +2,7 @@
 
 uvicorn's HTTP protocol does the parsing and the answers. This file bounds it: header bytes are counted before they are parsed,
 every phase of a request has a deadline, and when there are too many connections the oldest one that is not being served makes
-room. A few descriptors are kept back, so that probes (`PROBES`) are answered also then.
-"""
+room. A few descriptors are kept back, so that probes (`PROBES`) are answered also then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The interface between the server and an API dialect (OpenAI's, Anthropic's, ...): its routes and the shape of its errors.
 
-The rest of `server/` knows no dialect. A dialect is a package beside `openai/` with one `Dialect`, listed in `app.py`.
-"""
+The rest of `server/` knows no dialect. A dialect is a package beside `openai/` with one `Dialect`, listed in `app.py`."""
 
 from __future__ import annotations
 

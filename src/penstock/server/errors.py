@@ -1,8 +1,7 @@
 """Every failure as an HTTP answer, and a JSON decoding error in terms of the request.
 
 The answer is always JSON, from every route and also where there is no route; its shape is the dialect's
-(`dialect.ErrorShapes`), which the gate has put into the request's scope.
-"""
+(`dialect.ErrorShapes`), which the gate has put into the request's scope."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The first layer of every request: its id, and checks of its key, its origin and its content type. Pure ASGI.
 
-Bodies are limited where they are read, in `body`.
-"""
+Bodies are limited where they are read, in `body`."""
 
 from __future__ import annotations
 

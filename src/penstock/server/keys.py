@@ -1,8 +1,7 @@
 """API keys from a file: hashed, each with a tenant, a class, limits and an expiry. The file is read again when it changes.
 
 The format is one JSON object a line; `penstock keys` writes it. A key itself is nowhere but with its holder: keys are 256
-random bits, so a plain hash of one tells nothing about it.
-"""
+random bits, so a plain hash of one tells nothing about it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Turns a stream of deltas into an HTTP response, whole or as server-sent events, and handles disconnects.
 
-The content is built by an `Answer`. This file owns the life cycle: when the client disconnects, its requests are aborted.
-"""
+The content is built by an `Answer`. This file owns the life cycle: when the client disconnects, its requests are aborted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The engine room: the engine's work at this moment, as one JSON object and as server-sent events for the page at `/`.
 
-It tells counts, times and ids of all tenants' requests, never their text, so among several keys it needs an admin's.
-"""
+It tells counts, times and ids of all tenants' requests, never their text, so among several keys it needs an admin's."""
 
 from __future__ import annotations
 

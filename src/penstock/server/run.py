@@ -1,7 +1,6 @@
 """The life cycle of a server process: listening, loading, serving, draining, stopping.
 
-Exit status 0 after a drain, 1 if the engine could not start or died, 2 on a second signal.
-"""
+Exit status 0 after a drain, 1 if the engine could not start or died, 2 on a second signal."""
 
 from __future__ import annotations
 

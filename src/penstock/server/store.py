@@ -2,8 +2,7 @@
 
 One thread of its own makes all calls, in their order: who reads after a write finds what was written. Objects belong to the
 API key that made them. Objects kept for convenience have a bound and an age; files and batches stay until they are deleted or
-expire.
-"""
+expire."""
 
 from __future__ import annotations
 

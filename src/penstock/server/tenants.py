@@ -2,8 +2,7 @@
 
 The time to first token reveals whether a prompt was cached, so requests with different keys never share cached pages. The salt
 is a keyed hash made here, never a name sent by a client, so no client can choose another's namespace. A request's own
-cache_salt divides its tenant's namespace further.
-"""
+cache_salt divides its tenant's namespace further."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """OpenTelemetry: a span for each request, with the W3C context of its caller and the attributes of the GenAI conventions.
 
-An extra (pip install penstock[otel]). Prompts and answers never enter a span.
-"""
+An extra (pip install penstock[otel]). Prompts and answers never enter a span."""
 
 from __future__ import annotations
 

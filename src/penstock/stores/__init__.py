@@ -2,8 +2,7 @@
 
 A store maps names to byte strings. The reader verifies integrity, identity and version (`stores/record.py`), so a store that
 loses, truncates or mixes up data costs time but never a wrong token. Stores know neither tensors nor the prefix index. Their
-operations raise only OSError or subclasses and may be called from many threads.
-"""
+operations raise only OSError or subclasses and may be called from many threads."""
 
 from __future__ import annotations
 

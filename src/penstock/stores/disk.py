@@ -2,8 +2,7 @@
 
 `stores/folder.py` defines the files and which of them may be touched. A file's modification time is the page's last use.
 Several engines may share a folder; they coordinate through the file system alone, without locks. There is no fsync: after a
-power failure a page may be truncated or empty, which its checksum detects.
-"""
+power failure a page may be truncated or empty, which its checksum detects."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ The user names FOLDER; the cache owns a subfolder that it created and marked, an
     FOLDER/penstock-cache/pages/VERSION/ab/abcd...-GROUP    a page; VERSION is 32 hex digits, the key 64, ab the first two of it
     FOLDER/penstock-cache/incoming/PID-NANOSECONDS-NUMBER   a file being written
 
-Any other file, wherever it lies, is never opened, counted or deleted. Symbolic links are never followed below FOLDER.
-"""
+Any other file, wherever it lies, is never opened, counted or deleted. Symbolic links are never followed below FOLDER."""
 
 from __future__ import annotations
 

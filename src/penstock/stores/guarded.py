@@ -1,8 +1,7 @@
 """A wrapper that shields the tiers from a disk, bucket or server that is full, unreachable, slow or misbehaving.
 
 The store is opened on first use and reopened after a failure, so an engine starts without it and uses it once it is available.
-Every exception of the store is raised as OSError.
-"""
+Every exception of the store is raised as OSError."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Pages as objects of any file system that fsspec knows: s3://bucket/folder, gcs://, file:///shared/folder and others.
 
 fsspec comes with the extra `remote`; a protocol may need a package of its own (s3fs for s3), which fsspec names. Bounding the
-size is the bucket's affair (its lifecycle rules); nothing is deleted here but what is broken.
-"""
+size is the bucket's affair (its lifecycle rules); nothing is deleted here but what is broken."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Header, 80 bytes, little-endian: magic, version (16 bytes), cache group (4), key (32), length of the page (8), checksum of the
 page (4, `checksum`), CRC-32 of the header so far (4), zeros. The checksums detect damage, not tampering: any process that can
-write to the store can forge pages.
-"""
+write to the store can forge pages."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Implements the five commands that it needs itself (protocol: redis.io/docs/latest/develop/reference/protocol-spec, RESP2). Pages
 are then read straight into pinned memory, which client libraries do not support, and it is less code than an adapter. The
-server bounds its own size (maxmemory with an LRU policy); only damaged pages are deleted here.
-"""
+server bounds its own size (maxmemory with an LRU policy); only damaged pages are deleted here."""
 
 from __future__ import annotations
 

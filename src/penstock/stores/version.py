@@ -2,8 +2,7 @@
 
 Each version has its own folder or namespace in a store and is part of every page's header, so a page of another version is
 never used, even if names are mixed up. The version does not cover the weights, whose hash is not known yet when stores are
-opened: keys do, because their root includes the hash of all bytes of the weights (`cache/keys.py::root`).
-"""
+opened: keys do, because their root includes the hash of all bytes of the weights (`cache/keys.py::root`)."""
 
 from __future__ import annotations
 

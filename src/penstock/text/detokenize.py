@@ -2,8 +2,7 @@
 
 Incomplete UTF-8 characters are held back, so every part of a stream is valid text; bytes outside any character become U+FFFD.
 `Tokenizer.decode` uses the same code with one push. The text of a single token comes from the vocabularies (`fast.py`,
-`spm.py`), as a `Pieces` table.
-"""
+`spm.py`), as a `Pieces` table."""
 
 from __future__ import annotations
 

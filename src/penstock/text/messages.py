@@ -1,7 +1,6 @@
 """Converts OpenAI's chat messages to the shape that a chat template expects.
 
-`template.py` determines that shape by rendering small trial conversations.
-"""
+`template.py` determines that shape by rendering small trial conversations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Chat templates: loading them from a model's folder, and rendering a conversation.
 
 A template is a Jinja program from the model's authors. It runs in Jinja's immutable sandbox with the settings, filters and
-variables that transformers gives it, so the text is the same; it is compiled once.
-"""
+variables that transformers gives it, so the text is the same; it is compiled once."""
 
 from __future__ import annotations
 

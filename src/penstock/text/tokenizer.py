@@ -2,8 +2,7 @@
 
 The work is done by `fast.py` (tokenizer.json) and `spm.py` (tokenizer.model). Encoding gives what transformers' AutoTokenizer
 gives for the same folder. Decoding gives what the model wrote: transformers' clean_up_tokenization_spaces, which rewrites
-text, is not applied (transformers itself has stopped applying it to such vocabularies).
-"""
+text, is not applied (transformers itself has stopped applying it to such vocabularies)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Pages as tiers behind the device keep them, where that is in fewer bits (`core/state.py::StateSpec.aged`): encoded when they
 leave the device, decoded when they come back.
 
-Both are functions of the bytes of whole pages, run by the lane that copies them, on the device.
-"""
+Both are functions of the bytes of whole pages, run by the lane that copies them, on the device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Trains an EAGLE-3 head for a model, from the model's own hidden states and logits on a text.
 
 Training-time test (Li et al. 2025): each draft of several tokens is unrolled at every place, on the head's own states, so that
-the head learns from what it will meet. The loss is the cross entropy of the target's distribution over the draft vocabulary.
-"""
+the head learns from what it will meet. The loss is the cross entropy of the target's distribution over the draft vocabulary."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Decode steps (one token per segment) and small mixed steps replay a graph: the host enqueues one launch instead of hundreds.
 Larger steps run eagerly, because the device takes longer to run them than the host to enqueue them. For decode steps whose rows
-use no sampling parameter but temperature, sampling is captured too, so that a whole step is one launch.
-"""
+use no sampling parameter but temperature, sampling is captured too, so that a whole step is one launch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Copies between device and host concurrently with steps: each lane is a thread, on a GPU with its own CUDA stream.
 
 On a GPU, host memory must be pinned, or copies would serialise with each other and with the steps. The number of copies in
-flight is bounded, because a full driver queue blocks every thread that uses the GPU.
-"""
+flight is bounded, because a full driver queue blocks every thread that uses the GPU."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Threads do all transfers, so that steps are not delayed, and each place has its own threads, so that a slow store delays only
 the loads that read from it. Movers do not interpret pages; `worker/reading.py` checks that a page is the one that was asked
-for.
-"""
+for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A rank in a process of its own: the loop that carries out what the engine tells it. Nothing is ever pickled.
 
-The main thread does all work; a second one says twice a second that the process lives.
-"""
+The main thread does all work; a second one says twice a second that the process lives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A rank: one device's part of the engine from options to the last step. Its callers need not import torch.
 
-Call `survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` may be called at any time.
-"""
+Call `survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` may be called at any time."""
 
 from __future__ import annotations
 

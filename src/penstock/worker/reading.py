@@ -2,8 +2,7 @@
 
 A C++ function (`csrc/pages.cpp`) reads several files per call and computes their checksums, because a dozen Python threads that
 take the GIL ten times per page spend their time on lock contention. Where it cannot be built, and for other stores, pages are
-read one by one.
-"""
+read one by one."""
 
 from __future__ import annotations
 

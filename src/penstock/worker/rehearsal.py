@@ -1,8 +1,7 @@
 """A dry run of a model's steps on meta tensors, before weights are loaded: every kernel launch of the worker, without
 arithmetic.
 
-It runs the same code as real steps, so the kernels that it records (`ops/compile.py::recording`) are those that steps need.
-"""
+It runs the same code as real steps, so the kernels that it records (`ops/compile.py::recording`) are those that steps need."""
 
 from __future__ import annotations
 

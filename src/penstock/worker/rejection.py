@@ -3,8 +3,7 @@
 Tokens come from exactly the target's distribution, but an answer also depends on how many tokens each step drafted. Drafts are
 drawn by noise of their own, keyed by (seed, number of known tokens, place), so that no two rounds share noise. `token` accepts
 one draft after the other (Leviathan et al. 2023), `block` by the joint probability of the prefix (Sun et al. 2024), which
-never keeps fewer on average. Greedy rows, and rows that report log probabilities, are verified strictly (`verify.py`).
-"""
+never keeps fewer on average. Greedy rows, and rows that report log probabilities, are verified strictly (`verify.py`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The way of chosen tokens from a pipeline's last stage to the rows of its first, on the device.
 
 The first stage takes in the tokens of a step when a later step needs one of its rows. So no step waits for another's tokens
-unless it continues them.
-"""
+unless it continues them."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Order, as in vLLM: masks, edits (allowed tokens, bias, bad words, minimum length
 draw.
 Reported log probabilities are those of the model's own logits, before all of that.
 
-Nothing here synchronises the device: copies to the host are enqueued when `launch` returns.
-"""
+Nothing here synchronises the device: copies to the host are enqueued when `launch` returns."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Builds the layers' inputs of a step from a plan and the rows: the host lays out segments, a kernel gathers their tokens.
 
 The host uploads one int32 array per step in one copy. The offsets of its parts depend on the bucket alone, so that a captured
-CUDA graph finds the next step's values at the same addresses.
-"""
+CUDA graph finds the next step's values at the same addresses."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Catalogs: an in-memory listing of a store, its size bound, and its health.
 
 The engine's thread must never wait for a store, so it reads the catalog, which a keeper thread refreshes. The catalog may be
-stale: a load discovers that a page is gone, and the next refresh discovers pages that another engine added.
-"""
+stale: a load discovers that a page is gone, and the next refresh discovers pages that another engine added."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Cost model: predicts whether loading or computing is faster, from measurements of this engine on this machine.
 
 Computing is predicted by `core/steptime.py`, loading by the bytes requested plus the bytes in flight, divided by the tier's
-recent throughput. Anything not measured yet is assumed to favour loading, because that yields a measurement.
-"""
+recent throughput. Anything not measured yet is assumed to favour loading, because that yields a measurement."""
 
 from __future__ import annotations
 

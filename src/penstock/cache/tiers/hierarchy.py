@@ -1,8 +1,7 @@
 """The hierarchy of tiers behind the device: decides which tiers keep a page, when it is saved, and whether loading it pays.
 
 Host memory is the first tier, and pages are written to stores from there. This file decides; the worker moves the bytes
-(`worker/movers.py`) in plan order, so a page counts as being on the host from the plan that saves it.
-"""
+(`worker/movers.py`) in plan order, so a page counts as being on the host from the plan that saves it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Measure latency, throughput, a running server or a GPU: a table, then JSON with the environment it was measured in.
 `latency` and `throughput` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by URL.
-`gpu` measures what the device itself can do.
-"""
+`gpu` measures what the device itself can do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Measures the engine in this process, without HTTP: seconds for one batch, tokens per second over many requests.
 
 The keys of the results are those of vLLM's `bench latency` and `bench throughput`, and with them what the engine itself
-counted: steps, and the time of a step that is not spent in kernels.
-"""
+counted: steps, and the time of a step that is not spent in kernels."""
 
 from __future__ import annotations
 

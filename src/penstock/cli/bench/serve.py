@@ -1,8 +1,7 @@
 """Drives a server over HTTP and says what its users saw. The keys of the result are those of vLLM's `bench serve`.
 
 TTFT is from sending a request to its first chunk with text or tokens, ITL between such chunks, E2E until the last of them,
-TPOT (E2E - TTFT) / (tokens - 1). Output tokens are what the server's usage says.
-"""
+TPOT (E2E - TTFT) / (tokens - 1). Output tokens are what the server's usage says."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Everything is a function of the seed. The trace formats are those of the Azure LLM inference traces (TIMESTAMP,
 ContextTokens, GeneratedTokens), Vidur's length files (num_prefill_tokens, num_decode_tokens) and Mooncake's (timestamp in
-ms, input_length, output_length, hash_ids: one id for each 512 tokens, equal ids being equal tokens).
-"""
+ms, input_length, output_length, hash_ids: one id for each 512 tokens, equal ids being equal tokens)."""
 
 from __future__ import annotations
 

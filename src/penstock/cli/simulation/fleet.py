@@ -1,7 +1,6 @@
 """Simulated replicas: `core/steptime.py` instead of a device, a heap of events instead of a clock; all else is the engine's.
 
-As in `engine/engine.py::Engine.turn`, `depth` plans are in flight: a step is planned when the one before the last has ended.
-"""
+As in `engine/engine.py::Engine.turn`, `depth` plans are in flight: a step is planned when the one before the last has ended."""
 
 from __future__ import annotations
 

@@ -4,5 +4,4 @@
 * DEFAULTS (optional): what its configuration class assumes of keys that a config leaves out;
 * spec(config) -> ModelSpec, and RULES: checkpoint names to parameters.
 
-The registry lists this folder, so a new family is a new file.
-"""
+The registry lists this folder, so a new family is a new file."""

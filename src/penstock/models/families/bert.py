@@ -1,6 +1,5 @@
 """BERT, RoBERTa and XLM-R: encoders with learned positions, a norm after each sum, and labels of the first token. In `LIKE`
-those of this shape that rotate (NomicBERT, Jina 3) or slope (Jina 2) instead.
-"""
+those of this shape that rotate (NomicBERT, Jina 3) or slope (Jina 2) instead."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,6 @@
 """DeepSeek V2, V3, R1 and V3.2, Kimi K2: latent attention, dense layers first, then mixtures of experts.
 
-Layers behind the last one draft (multi-token prediction): `models/draft_heads.py`.
-"""
+Layers behind the last one draft (multi-token prediction): `models/draft_heads.py`."""
 
 import dataclasses
 

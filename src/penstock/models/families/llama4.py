@@ -1,8 +1,7 @@
 """Llama 4 (text): interleaved rotation but in every fourth layer, normed queries and keys, experts fed with weighted inputs.
 
 Rotating layers attend within chunks of `attention_chunk_size` positions, and the others scale queries from `floor_scale`
-positions on. Both begin behind the context that is offered here, so attention is plain.
-"""
+positions on. Both begin behind the context that is offered here, so attention is plain."""
 
 from dataclasses import replace
 

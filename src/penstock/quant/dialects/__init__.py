@@ -1,6 +1,5 @@
 """Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here: `METHODS`
-are its values of `quant_method`, `reader(config)` gives its Reader or a ModelError that names what is not known.
-"""
+are its values of `quant_method`, `reader(config)` gives its Reader or a ModelError that names what is not known."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Not a dialect of checkpoints: a plain checkpoint that is quantized while it is loaded, as `--quantization` asks.
 
-`requested` puts the request where a quantized checkpoint has its own `quantization_config`, so that all else follows.
-"""
+`requested` puts the request where a quantized checkpoint has its own `quantization_config`, so that all else follows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """compressed-tensors, which llm-compressor writes: groups of modules, each with its own format.
 
-`kv_cache_scheme` and its scales concern the cache (`models/caching.py`).
-"""
+`kv_cache_scheme` and its scales concern the cache (`models/caching.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """torchao as transformers writes it to safetensors files: a matrix's codes, scales and zero points as `MODULE._weight_NAME`.
 
-Its packings for single GPU kernels (tiles, preshuffled words) and its prototypes are refused by name.
-"""
+Its packings for single GPU kernels (tiles, preshuffled words) and its prototypes are refused by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Runs batches in the capacity that others leave: their lines go through the application's own routes, at the lowest priority.
 
 Each answer is in the store before it counts. A batch that the server's end has cut off goes on at the next start; lines that
-were being answered are asked again, so that each has one answer.
-"""
+were being answered are asked again, so that each has one answer."""
 
 from __future__ import annotations
 

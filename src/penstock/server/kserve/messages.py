@@ -1,7 +1,6 @@
 """The messages and the service of KServe's open inference protocol (and Triton's streams) as protobuf classes.
 
-They are made from the tables below, as the protocol's .proto file describes them, so that no generated code is kept.
-"""
+They are made from the tables below, as the protocol's .proto file describes them, so that no generated code is kept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The service: its calls become requests to the application's own routes, with the same keys, limits, logs and traces.
 
-An extra (pip install penstock[grpc]). Texts come as the tensor text_input; parameters are the fields of /v1/completions.
-"""
+An extra (pip install penstock[grpc]). Texts come as the tensor text_input; parameters are the fields of /v1/completions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """OpenAI's form of bodies and errors, which several dialects share.
 
-An error is `{"error": {"message", "type", "param", "code"}}`, always JSON.
-"""
+An error is `{"error": {"message", "type", "param", "code"}}`, always JSON."""
 
 from __future__ import annotations
 

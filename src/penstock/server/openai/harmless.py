@@ -1,8 +1,7 @@
 """Body fields outside OpenAI's schema that known clients send and that cannot change the answer.
 
 They are accepted and named in the response header x-penstock-ignored. A field that would change the answer, or add to it, does
-not belong here: the server refuses it by name.
-"""
+not belong here: the server refuses it by name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Log probabilities in the shapes that clients know: OpenAI's for chat, its older one for completions, vLLM's for prompts.
 
 Each token's entry is encoded immediately. Otherwise a million small dicts would be encoded in one uninterruptible call, and the
-garbage collector would scan them until then.
-"""
+garbage collector would scan them until then."""
 
 from __future__ import annotations
 

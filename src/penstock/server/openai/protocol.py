@@ -2,8 +2,7 @@
 
 A field of type None is one that OpenAI or vLLM has and this server cannot honour: null is accepted, anything else refused by
 name, with the reason in `WHY_REFUSED`. Unknown fields are refused, as OpenAI does. The served OpenAPI schema is made from these
-types. Meaning is given to the values in `sampling`, `chat` and `completions`.
-"""
+types. Meaning is given to the values in `sampling`, `chat` and `completions`."""
 
 from __future__ import annotations
 

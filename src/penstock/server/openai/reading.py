@@ -1,7 +1,6 @@
 """Answers read by the model's dialect: reasoning and tool calls as OpenAI's and vLLM's fields, whole or in chunks.
 
-Owns these shapes and which tools a request offers; how text is read is `dialects/`'s.
-"""
+Owns these shapes and which tools a request offers; how text is read is `dialects/`'s."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The page at `/`: files of this folder, served as they are, with a policy that lets a browser load nothing else.
 
-They hold no data, so they need no key; the page asks its user for one and sends it with its requests.
-"""
+They hold no data, so they need no key; the page asks its user for one and sends it with its requests."""
 
 from __future__ import annotations
 

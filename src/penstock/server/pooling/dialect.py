@@ -1,7 +1,6 @@
 """The pooling routes: OpenAI's /v1/embeddings, vLLM's /pooling, /classify and /score, Cohere's and Jina's /rerank.
 
-Bodies go through the same limits and the same engine as all others; errors have OpenAI's shape.
-"""
+Bodies go through the same limits and the same engine as all others; errors have OpenAI's shape."""
 
 from __future__ import annotations
 

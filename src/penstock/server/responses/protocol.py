@@ -1,7 +1,6 @@
 """The bodies of the Responses API as msgspec structs, and which of its fields are refused.
 
-Output items and events are plain dicts: they are stored, sent back as input and shown again as they are.
-"""
+Output items and events are plain dicts: they are stored, sent back as input and shown again as they are."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The head has no pass over the context: for every token that the target has read, the target's hidden states, made one by a
 matrix and a norm, give the keys and values of each of its layers. They follow the step, as other heads' entries do. DSpark is
-the same with a bias of low rank on the logits of each slot, by the token before, so that slots are filled one after another.
-"""
+the same with a bias of low rank on the logits of each slot, by the token before, so that slots are filled one after another."""
 
 from __future__ import annotations
 

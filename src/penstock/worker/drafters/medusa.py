@@ -1,8 +1,7 @@
 """Drafts by Medusa heads (Cai et al. 2024): small networks that each predict one of the next tokens from one hidden state.
 
 Head i reads the hidden state after the target's last norm where a token was chosen, and predicts the i-th token behind that
-token: x + silu(W x + b), once or several times, then a matrix of logits of its own. There is no cache.
-"""
+token: x + silu(W x + b), once or several times, then a matrix of logits of its own. There is no cache."""
 
 from __future__ import annotations
 

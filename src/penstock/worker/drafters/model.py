@@ -2,8 +2,7 @@
 
 Its cache entries are further states of the target's pages, so that allocation, prefix cache, tiers and preemption treat both
 alike. It samples with the parameters, seeds and positions of the rows: the noise of sampling depends on (seed, position) alone,
-so that at a temperature above 0 both models draw the same token wherever their distributions allow it.
-"""
+so that at a temperature above 0 both models draw the same token wherever their distributions allow it."""
 
 from __future__ import annotations
 
