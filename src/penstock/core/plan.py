@@ -2,8 +2,7 @@
 
 A plan says what changed (rows entering and leaving, page edits, page copies) and which segments to run. Counts and tables
 are flat int32 arrays, so that a step of a thousand rows does not create a thousand objects. The engine and the worker exchange
-only these types.
-"""
+only these types."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class Move(NamedTuple):
 class StepPlan:
     """One step. Segment i is `counts[i]` positions of `rows[i]` from `starts[i]` on; the order is the batch's order.
 
-    edits[g] is an int32 array [edits, 3] of (row, page index within the row, page id) for cache group g.
-    """
+    edits[g] is an int32 array [edits, 3] of (row, page index within the row, page id) for cache group g."""
 
     id: int
     enter: list[Enter] = field(default_factory=list)
@@ -139,8 +137,7 @@ class Logprobs:
     """Log probabilities of N tokens of a step.
 
     Entry i is about the token AT position `positions[i]` of the row of segment `segments[i]`. ids, values and ranks are
-    [N, 1 + k]: the token itself, then the k most likely ones; k is the largest number that any row asked for.
-    """
+    [N, 1 + k]: the token itself, then the k most likely ones; k is the largest number that any row asked for."""
 
     segments: Ints
     positions: Ints

@@ -30,8 +30,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     """The first `upto` positions of a context should stay in the cache after the request that computed them.
 
     It always begins at 0, because an entry is of use only together with all before it. Of several spans that cover a position
-    the one of the highest priority counts.
-    """
+    the one of the highest priority counts."""
 
     upto: int = PROMPT
     """Positions [0, upto); WHOLE for all. Values beyond the context's length mean all of it."""

@@ -1,8 +1,7 @@
 """Parses the text of an answer, in pieces of any size, into reasoning, content and tool calls.
 
 One machine parses every dialect from its description. It is written as if the whole text were present and suspends where text
-is missing, so the result cannot depend on the pieces.
-"""
+is missing, so the result cannot depend on the pieces."""
 
 from __future__ import annotations
 

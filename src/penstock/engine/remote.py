@@ -1,8 +1,7 @@
 """Ranks in processes of their own: starts them, tells them what to do, and notices when one is lost.
 
 Each rank has two ZMQ sockets in a folder that only this user may enter. A rank that has ended, is stopped, or has been silent
-for too long is lost, and with it the group: every other rank may be waiting for it.
-"""
+for too long is lost, and with it the group: every other rank may be waiting for it."""
 
 from __future__ import annotations
 
@@ -196,8 +195,7 @@ class RemoteGroup(RankGroup):
         the rest. None is left if that fails. `end` is called after the end of all.
 
         All share the process's context of ZeroMQ: one of their own would wait for its sockets for ever if it was collected in a
-        cycle with them, as that of an engine that nobody has closed.
-        """
+        cycle with them, as that of an engine that nobody has closed."""
         self._folder = child.own_folder()
         super().__init__([], max(place.stage for place in places))
         self._closed = False

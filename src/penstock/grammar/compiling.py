@@ -1,8 +1,7 @@
 """Compiles grammars for the model's vocabulary on background threads.
 
 Requests wait here until their grammar is ready; the engine's loop and all other requests continue. llguidance releases the GIL
-while it compiles.
-"""
+while it compiles."""
 
 from __future__ import annotations
 

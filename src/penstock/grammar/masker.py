@@ -1,8 +1,7 @@
 """Computes the token masks of a step's constrained rows, and the tokens that a grammar forces.
 
 Each constrained sequence has a `GrammarState` in the engine: its matcher's position, whether the model is still thinking, and
-the forced tokens. A state is advanced when a mask is requested, because all earlier steps are known by then.
-"""
+the forced tokens. A state is advanced when a mask is requested, because all earlier steps are known by then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A mixture of experts: a router, many small feed-forward networks of which each token takes a few, and perhaps a shared one.
 
-A mixer without a state. The routing is data (`ops/routing.py::Routing`); the arithmetic is the operation `experts`.
-"""
+A mixer without a state. The routing is data (`ops/routing.py::Routing`); the arithmetic is the operation `experts`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Projections. `Linear` is the only place where one is computed, so an adapter's delta and a rank's collective have one home.
 
 Several of a checkpoint's matrices may be joined into one (q, k and v; gate and up), and an activation may follow in the same
-kernel (`Activated`).
-"""
+kernel (`Activated`)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 x is rounded to int8 with a scale for each 32 columns (schemes that quantize activations themselves: for each row, or one that
 they give), as llama.cpp does: results differ from the scheme's definition by that rounding, about 0.5 % of a product's standard
-deviation. `--kernels linear.<scheme>=reference` computes with activations as they are instead, slowly.
-"""
+deviation. `--kernels linear.<scheme>=reference` computes with activations as they are instead, slowly."""
 
 from __future__ import annotations
 

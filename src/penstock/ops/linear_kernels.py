@@ -1,7 +1,6 @@
 """The Triton GEMM kernels. `ops/linear_triton.py` decides which kernel serves a shape, and launches it.
 
-Imported late: Triton is not on every machine, and takes 0.3 s where it is.
-"""
+Imported late: Triton is not on every machine, and takes 0.3 s where it is."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 With few rows a GEMM is bound by the memory bandwidth of reading the weight: each element is read once, with enough loads in
 flight to saturate memory. `choose` alone decides which kernel and tile serve a shape; its constants come from the measurements
-of bench/gpu_linear.py. The kernels are in ops/linear_kernels.py, batch-invariant GEMMs in ops/linear_invariant.py.
-"""
+of bench/gpu_linear.py. The kernels are in ops/linear_kernels.py, batch-invariant GEMMs in ops/linear_invariant.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The operation `lora`: x A^T B^T for the rows of a step, each with its own adapter's matrices; the plain PyTorch reference.
 
 The matrices of all adapters on a device are one tensor, `Slabs.data`, with a line for each slot, so that a CUDA graph finds
-those of any mix of adapters: which rows have which slot is data on the device (`Groups`).
-"""
+those of any mix of adapters: which rows have which slot is data on the device (`Groups`)."""
 
 from __future__ import annotations
 

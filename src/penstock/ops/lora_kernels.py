@@ -2,8 +2,7 @@
 
 Programs walk over the tiles of ops/lora.py::Groups, whose number only the device knows, so that a launch is the same for any
 mix of adapters. Adapters and groups are copied to the device before a step's first kernel, so programs read them before they
-wait for the previous kernel: behind the wait there is one round of loads, one dot product and the stores.
-"""
+wait for the previous kernel: behind the wait there is one round of loads, one dot product and the stores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Groups of ranks that exchange tensors over torch.distributed.
 
-Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step.
-"""
+Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step."""
 
 from __future__ import annotations
 

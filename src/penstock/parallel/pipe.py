@@ -1,7 +1,6 @@
 """Tensors on their way between pipeline stages: the stream to the next stage, and chosen tokens from the last to the first.
 
-Both sides know from the plan how much comes, and in which order.
-"""
+Both sides know from the plan how much comes, and in which order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Where experts are: which rank holds which, and how that follows the load. No tensors.
 
-Every rank decides the same from the same counts, so that nothing has to be agreed.
-"""
+Every rank decides the same from the same counts, so that nothing has to be agreed."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 There are no phases: each running sequence has positions left to compute and gets a segment of them. Decode is the case of one
 position, prefill of more; the code does not distinguish them. `batch.py` and `admission.py` decide which sequences run, and
-`queues.py` keeps the place of each.
-"""
+`queues.py` keeps the place of each."""
 
 from __future__ import annotations
 

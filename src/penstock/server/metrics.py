@@ -1,7 +1,6 @@
 """/metrics: the frontend's counters and the engine's last snapshot, under vLLM's names where vLLM has them.
 
-The registry belongs to one app. Everything is collected when scraped; nothing is formatted on the path of a token.
-"""
+The registry belongs to one app. Everything is collected when scraped; nothing is formatted on the path of a token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Moves experts between ranks, so that each has equal work: decided from how often they are picked, carried out between steps.
 
-All ranks see the same counts before the same plan, so they decide and move the same. Every step makes a few moves at most.
-"""
+All ranks see the same counts before the same plan, so they decide and move the same. Every step makes a few moves at most."""
 
 from __future__ import annotations
 

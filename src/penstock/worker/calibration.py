@@ -1,7 +1,6 @@
 """Runs a model over a calibration text, and sums up the second moments of each projection's inputs, for GPTQ.
 
-One block at a time, as its matrices are asked for: the moments of a whole model would take more memory than the model.
-"""
+One block at a time, as its matrices are asked for: the moments of a whole model would take more memory than the model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The interface of drafters, which write the tokens that a step verifies. They run on the device, before its forward pass.
 
-A step that is planned while the one before still runs does not know that one's tokens; a drafter finds them on the device.
-"""
+A step that is planned while the one before still runs does not know that one's tokens; a drafter finds them on the device."""
 
 from __future__ import annotations
 

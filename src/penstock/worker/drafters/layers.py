@@ -2,8 +2,7 @@
 
 The first layers' cache entries at a position are the same whether they draft or verify, so drafts need no entries of their own:
 they are written to the target's pages, where verification writes them again. It pays for models that were trained to say
-something after their first layers.
-"""
+something after their first layers."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Verification chooses a token behind every draft, the wrong ones too. Tokens behind the first wrong draft are guesses of the
 text to come, made from a nearly right context: the next iteration of Jacobi's method takes them as drafts, as they lie in the
 row already. Each step's guesses also enter a pool of the row, where later steps find n-grams that begin with the row's last
-token. The original computes guesses in positions of their own as well; here the positions of drafts are the only ones.
-"""
+token. The original computes guesses in positions of their own as well; here the positions of drafts are the only ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Drafts from the row's own tokens: the continuation of the latest place where its last tokens occurred before.
 
 Prompt lookup decoding (Saxena 2023). It pays where answers repeat their prompt: editing, code, extraction. Rows are searched on
-the device, so that it works on tokens that the host does not know yet.
-"""
+the device, so that it works on tokens that the host does not know yet."""
 
 from __future__ import annotations
 

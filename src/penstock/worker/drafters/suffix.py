@@ -2,8 +2,7 @@
 
 Earlier outputs lie in a ring of fixed size on the device. The places whose last tokens agree longest with the row's choose its
 continuation by vote, token by token, as the most frequent path below a node of a suffix tree would be. There is no tree:
-searching the ring is a few passes over it, which need no token on the host, so that steps can be planned ahead.
-"""
+searching the ring is a few passes over it, which need no token on the host, so that steps can be planned ahead."""
 
 from __future__ import annotations
 
