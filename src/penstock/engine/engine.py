@@ -105,7 +105,7 @@ class Engine:
         self.memory = plan = plan_memory(memory_limits(options), config, loaded.states, loaded.weight_bytes, loaded.step_bytes,
                                          loaded.room, loaded.graph_bytes, loaded.occupancy)
         # Callbacks run in reverse order: first the loop, then the rank, whose movers still write, then the tiers' bookkeeping.
-        undo.callback(self._close_events)
+        undo.callback(lambda: self.events.close() if self.events is not None else None)
         times = StepTime(chunk=config.max_num_batched_tokens)
         self.tiers = set_up(plan_tiers(options, plan.behind), weights, config.dtype, plan.behind, loaded.computation, times)
         undo.callback(self.tiers.close)
@@ -329,7 +329,3 @@ class Engine:
         self._ended = True
         self._in_flight.clear()
         self.executor.close()
-
-    def _close_events(self) -> None:
-        if self.events is not None:
-            self.events.close()

@@ -17,7 +17,6 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, Pool, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.dialects.choice import Choice, choose
-from penstock.dialects.description import Reasoning
 from penstock.dialects.parser import Parser, opened
 from penstock.dialects.schemas import Tools
 from penstock.dialects.writing import structure, triggered
@@ -132,7 +131,8 @@ class Inputs:
             raise RequestError("max_thinking_tokens cannot be honoured: this model's way to begin and end its thinking is not "
                                "known; leave it out, or name it with --reasoning-parser", param="max_thinking_tokens",
                                code="unsupported_parameter")
-        if reasoning is None or self.tokenizer is None or _closed(prompt, reasoning):
+        # Where the end of the prompt has closed the thinking section, the answer has none.
+        if reasoning is None or self.tokenizer is None or prompt.rstrip().endswith(reasoning.end):
             return {}
         found = {"reasoning_end_ids": self.tokenizer.encode(reasoning.end[0], add_special_tokens=False),
                  "max_thinking_tokens": budget}
@@ -317,11 +317,6 @@ class Inputs:
                 if inner[:len(newline)] == newline:
                     found[tuple(inner[len(newline):])] = None
         return [list(sequence) for sequence in found if sequence]
-
-
-def _closed(prompt: str, reasoning: Reasoning | None) -> bool:
-    """True if the end of the prompt has closed the thinking section, so that the answer has none."""
-    return reasoning is not None and prompt.rstrip().endswith(reasoning.end)
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

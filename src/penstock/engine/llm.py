@@ -301,7 +301,8 @@ class LLM:
 
     def _finish(self, requests: list[Request], results: Mapping[str, Output], meter: _Meter) -> None:
         """Runs `requests` to completion. On any exception, Ctrl-C included, they are aborted in the engine."""
-        waiting, engine = deque(sorted(requests, key=self._place)), self.engine
+        # The longest possible output goes first, so that it does not end last.
+        waiting, engine = deque(sorted(requests, key=lambda one: (one.priority, -self._most(one)))), self.engine
         # So many at once that all could end with the longest. More would leave it to run almost alone in the end, and while
         # steps are small, each token costs many times as much.
         lengths = [self._most(request) for request in requests]
@@ -334,10 +335,6 @@ class LLM:
         """The most tokens that an answer may have; the context length bounds requests without max_tokens."""
         most, longest = request.params.max_tokens or 0, self.info.max_model_len
         return longest if len(request.prompt_ids) + most >= longest else most
-
-    def _place(self, request: Request) -> tuple[int, int]:
-        """The sort key of a request in a batch: priority, then longest possible output first, so that it does not end last."""
-        return request.priority, -self._most(request)
 
     def _submit(self, waiting: deque[Request], room: int) -> None:
         """Submits some requests to the engine, at most `room` in all and no more than its queue takes. Submission is

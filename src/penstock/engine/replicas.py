@@ -60,7 +60,8 @@ class Balancer:
     def choose(self, request: Request, live: Sequence[int]) -> int:
         """One of the `live` replicas, which is counted to have the request from now on."""
         blocks = _blocks(request)
-        known = {replica: self._known(replica, blocks) * _BLOCK for replica in live}
+        known = {replica: _BLOCK * next((i for i, block in enumerate(blocks) if block not in self._sent[replica]), len(blocks))
+                 for replica in live}
         self._turn += 1
         # Equal ones take turns.
         best = min(live, key=lambda replica: (self.work[replica] - known[replica], (replica - self._turn) % len(self.work)))
@@ -74,10 +75,6 @@ class Balancer:
         while len(sent) > _REMEMBERED:
             sent.popitem(last=False)
         return best
-
-    def _known(self, replica: int, blocks: Sequence[int]) -> int:
-        sent = self._sent[replica]
-        return next((i for i, block in enumerate(blocks) if block not in sent), len(blocks))
 
     def computed(self, name: str) -> None:
         """The prompt of a request has been computed."""

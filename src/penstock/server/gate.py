@@ -72,7 +72,7 @@ class Gate:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id), *ignored_header(scope),
-                                      *self._rates(scope)]
+                                      *(self.keys_file.headers(scope["key"]) if self.keys_file and scope["key"] else ())]
             await send(message)
 
         scope["api_key"] = key = _key(headers)
@@ -98,9 +98,6 @@ class Gate:
             stream: Stream | None = scope.get("stream")
             if stream is not None and self.keys_file is not None and scope["key"] is not None:
                 self.keys_file.spend(scope["key"], "tokens", stream.prompt_tokens + stream.output_tokens)
-
-    def _rates(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        return [] if self.keys_file is None or scope["key"] is None else self.keys_file.headers(scope["key"])
 
     def _cross_site(self, headers: dict[bytes, bytes]) -> RequestError | None:
         """The refusal of a request from another site's page in a browser, where no key protects the server."""

@@ -99,7 +99,8 @@ class ServerRun:
         self._sockets = sockets
         scheme = "https" if config.is_ssl else "http"
         try:
-            return await self._serve(f"{scheme}://{_shown(options.host)}:{sockets[0].getsockname()[1]}" if sockets
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            return await self._serve(f"{scheme}://{host}:{sockets[0].getsockname()[1]}" if sockets
                                      else f"{scheme}+unix://{quote(str(options.uds), safe='')}")
         finally:
             listener.should_exit = True
@@ -228,10 +229,6 @@ def _span(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def serve(models: Sequence[Wanted], options: ServerOptions, *, engine: str = ENGINE,

@@ -105,7 +105,7 @@ class Hierarchy:
                 self.host.touch(names)
         elif not self.policy.through:
             return
-        worth = [self._worth_saving(size) for size in self._sizes]
+        worth = [self.policy.always or self.costs.worth_saving(HOST, size, self.layout.page) for size in self._sizes]
         fresh = {name: content.page for name, content in zip(names, pages, strict=True)
                  if worth[name.group] and name not in self.host and not (leaving and self._written(name))}
         slots = self.host.add(list(fresh))
@@ -253,9 +253,6 @@ class Hierarchy:
         """The catalogs of stores that are not paused after a timeout (`Catalog.away`)."""
         now = time.monotonic()
         return [catalog for catalog in self.catalogs if not catalog.away(now)]
-
-    def _worth_saving(self, nbytes: int) -> bool:
-        return self.policy.always or self.costs.worth_saving(HOST, nbytes, self.layout.page)
 
     def _written(self, name: PageName) -> bool:
         """True if a page was written through to a store. It is then not saved again when the device evicts it, because the step

@@ -175,10 +175,5 @@ class ChoicesAnswer(ABC):
 def _join(earlier: Delta, later: Delta) -> Delta:
     return msgspec.structs.replace(
         later, text=earlier.text + later.text, token_ids=[*earlier.token_ids, *later.token_ids],
-        logprobs=_both(earlier.logprobs, later.logprobs), prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs)
-
-
-def _both(one: list[Any] | None, two: list[Any] | None) -> list[Any] | None:
-    if one is None or two is None:
-        return one or two
-    return one + two
+        logprobs=[*(earlier.logprobs or ()), *(later.logprobs or ())] or None,
+        prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs)

@@ -82,7 +82,7 @@ class Pooling(OpenAIForm):
         model, scale = self.state.admit_bare(body.model), self._scale(body)
         task = body.task or ("classify" if self._inputs.info.task == "classify" else "embed")
         if task in ("classify", "score"):
-            pool, scale = class_pool(self._inputs), probabilities if body.use_activation is not False else _plain
+            pool, scale = class_pool(self._inputs), probabilities if body.use_activation is not False else lambda logits: logits
         elif task == "embed":
             pool = embedding_pool(self._inputs)
         else:
@@ -199,10 +199,6 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
 def _normal(body: p.EmbeddingRequest, default: bool) -> bool:
     said = body.use_activation if body.normalize is None else body.normalize
     return default if said is None else said
-
-
-def _plain(logits: Floats) -> Floats:
-    return logits
 
 
 def _scaling(normal: bool, dimensions: int | None) -> Callable[[Floats], Floats]:
