@@ -114,6 +114,9 @@ def test_deltas_on_every_projection_are_a_merged_model(case: fakes.Any, tmp_path
             assert low is not None
             return out + low @ of(path, out.shape[1], low.shape[1]).t()
 
+        def product(self, *_: object) -> None:
+            """No kernel of its own."""
+
         def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             return out + of("embedding", decoder.spec.vocab_size, decoder.spec.width)[tokens.long()]
 

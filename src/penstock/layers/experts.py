@@ -121,6 +121,8 @@ class ExpertsSpec:
 class Router(Linear):
     """x [T, W] -> logits [T, E] in float32, whatever x's dtype: near scores decide which experts run."""
 
+    _plain = False
+
     def __init__(self, spec: LinearSpec, path: str, build: Build) -> None:
         super().__init__(spec, path, build)
         self._apply = self._widened

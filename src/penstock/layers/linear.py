@@ -61,6 +61,9 @@ def matrix(spec: LinearSpec, path: str, build: Build) -> Weight:
 class Linear:
     """x [T, K] -> [T, N] in x's dtype."""
 
+    _plain = True
+    """Whether the result has x's dtype."""
+
     def __init__(self, spec: LinearSpec, path: str, build: Build) -> None:
         self.path = path
         self.weight = matrix(spec, path, build)
@@ -86,8 +89,11 @@ class Linear:
     def _adapted(self, x: torch.Tensor, delta: Delta) -> torch.Tensor:
         # Each rank adds what its inputs and its columns of A give. The first factor comes before the GEMM, which loads
         # weights while it runs.
-        low, bias = delta.shrink(self.path, x), self.bias if self._reduce is None else None
-        out = delta.expand(self.path, low, self._apply(x, self.weight, bias), bias)
+        bias = self.bias if self._reduce is None else None
+        out = delta.product(self.path, x, self.weight, bias, None) if self._plain else None
+        if out is None:
+            low = delta.shrink(self.path, x)
+            out = delta.expand(self.path, low, self._apply(x, self.weight, bias), bias)
         return out if self._reduce is None else self._whole(out)
 
     def leave_sum(self) -> bool:
@@ -116,7 +122,9 @@ class Activated(Linear):
         self.shape = (*self.shape, kind, gated)
 
     def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
-        # The activation is fused only where nothing has to be added before it.
-        if self._fused is not None and step.delta is None:
-            return self._fused(x, self.weight, self.bias, self._kind)
+        if self._fused is not None:
+            out = (self._fused(x, self.weight, self.bias, self._kind) if step.delta is None else
+                   step.delta.product(self.path, x, self.weight, self.bias, self._kind))
+            if out is not None:
+                return out
         return self._activate(super().__call__(x, step), self._kind)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.ops.attention import AttentionOps, Geometry, Span, Tree
+from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
 from penstock.parallel.runs import Runs
 
@@ -31,6 +32,11 @@ class Delta(Protocol):
 
     def expand(self, path: str, low: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """`out`, which may be changed in place, with its deltas. `bias` is what `out` contains of one."""
+        ...
+
+    def product(self, path: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str | None, /
+                ) -> torch.Tensor | None:
+        """The projection of x with its deltas, of a `kind` gated, where that is faster than the two above; None elsewhere."""
         ...
 
     def embed(self, tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:

@@ -142,10 +142,10 @@ class CpuLora(LoraOps):
 
     def expand(self, low: torch.Tensor, path: str, slabs: Slabs, groups: Groups, out: torch.Tensor,
                bias: torch.Tensor | None) -> None:
-        known, (number, tiles, order, _) = low.dim() > 2, groups
+        known, (number, tiles, order, *_) = low.dim() > 2, groups
         self._owner.lib.penstock_lora(self._CALL.pack(
             low.data_ptr(), low.stride(1 if known else 0), known, number.data_ptr(), tiles.data_ptr(), order.data_ptr(),
-            out.data_ptr(), out.stride(0), 0 if bias is None else bias.data_ptr(), tiles.shape[1])
+            out.data_ptr(), out.stride(0), 0 if bias is None else bias.data_ptr(), tiles.stride(0))
             + (slabs.packed.get(path) or self._projection(path, slabs)),
             _CODES[slabs.data.dtype], out.dtype is not slabs.data.dtype)
 

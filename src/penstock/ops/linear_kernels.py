@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.activation_kernel import activate
+from penstock.ops.lora_kernels import low_part
 
 
 @triton.jit
@@ -64,14 +65,26 @@ def _operand(v, scale, most: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr,
            ahead: tl.constexpr, even: tl.constexpr, kind: tl.constexpr, linked: tl.constexpr, most: tl.constexpr,
-           whole: tl.constexpr):
+           whole: tl.constexpr, adapters=None, pieces: tl.constexpr = 1, rank: tl.constexpr = 16, ranks: tl.constexpr = 16,
+           span: tl.constexpr = 16, early: tl.constexpr = 1):
     """out [n] = weight [n, k] @ x [k]; with a `kind` the weight is [2 n, k] and out = kind(first half) * second half.
 
     A thread accumulates its own columns in float32; the program reduces them once, at the end. The first `ahead` blocks of the
     weight, which k must have, are loaded before the wait for the kernel that writes x. FP8 codes: `gains` are factors of their
     rows, and x is codes times the scale `fixed`, or with `most`, their largest magnitude, it is rounded to codes here, as by
-    ops/coded_kernels.py::quantize; `whole` is a power of two of at least k."""
-    rows = tl.program_id(0) * wide + tl.arange(0, wide)
+    ops/coded_kernels.py::quantize; `whole` is a power of two of at least k. `adapters`: the first programs compute x A^T of the
+    row's adapter beside, by ops/lora_kernels.py::low_part."""
+    program = tl.program_id(0)
+    if adapters is not None:
+        helpers, data, facts, slots, low, line, told, down, fact = adapters
+        if program < helpers:
+            slot = tl.load(slots).to(tl.int64)
+            if slot >= 0:
+                low_part(x, data, facts, slot, 0, program, low, 1, line, told, k, down, fact, pieces, rank, ranks, span, early,
+                         linked)
+            return
+        program -= helpers
+    rows = program * wide + tl.arange(0, wide)
     columns = tl.arange(0, deep)
     kept = tl.minimum(rows, n - 1)
     at = weight + kept.to(tl.int64)[:, None] * k + columns[None, :]
@@ -181,13 +194,14 @@ def _together(total, other, partial, tickets, tile, split: tl.constexpr, gated: 
 def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.constexpr, wide: tl.constexpr,
           deep: tl.constexpr, split: tl.constexpr, joined: tl.constexpr, swap: tl.constexpr, ahead: tl.constexpr,
           even: tl.constexpr, align: tl.constexpr, group: tl.constexpr, kind: tl.constexpr, threads: tl.constexpr,
-          linked: tl.constexpr):
+          linked: tl.constexpr, late: tl.constexpr = False):
     """out [rows, n] = x [rows, k] @ weight [n, k].T; with a `kind` the weight is [2 n, k], as in `matvec`.
 
     `stride` is x's row stride in units of `align` elements. Split-K: K is summed in `split` parts, which are added in order.
     Grid: (tiles, split); the last program of a tile, found by an atomic ticket, adds the parts. `partial` holds `split` sums
     per tile, `tickets` one counter per tile, zero before and after. With `joined` the grid is (tiles, 1), one program computes
-    all parts, and neither buffer is used."""
+    all parts, and neither buffer is used. `late`: the previous kernel does not write x,
+    and waited for the one that does before it let this one start."""
     tile = tl.program_id(0)
     row, column = _place(tile, tl.cdiv(rows, tall), tl.cdiv(n, wide), group)
     rm, rn, rk = row * tall + tl.arange(0, tall), column * wide + tl.arange(0, wide), tl.arange(0, deep)
@@ -202,7 +216,8 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
             _fetch(weight + kept.to(tl.int64) * k + begin, columns, wide, threads)
             if kind is not None:
                 _fetch(weight + beside + kept.to(tl.int64) * k + begin, columns, wide, threads)
-        gdc_wait()
+        if not late:
+            gdc_wait()
         if ahead > 0:
             gdc_launch_dependents()
     w = weight + kept.to(tl.int64)[:, None] * k + rk[None, :]
@@ -233,6 +248,8 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
         gdc_launch_dependents()
     if joined:
         total = whole + total
+    if linked and late:
+        gdc_wait()
     last = True
     if split > 1 and not joined:
         last, total, other = _together(total, other, partial, tickets, tile, split, kind is not None, height, width)

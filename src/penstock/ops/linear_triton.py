@@ -7,7 +7,7 @@ of bench/gpu_linear.py. The kernels are in ops/linear_kernels.py, batch-invarian
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -137,8 +137,9 @@ def _stages(tile: Tile, row: int, device: torch.device, gated: bool) -> int:
 
 
 def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype,
-           kind: str | None = None) -> torch.Tensor:
-    """The GEMM by Triton, plus bias, in `dtype`; with a kind, gated in the epilogue. Fast if `aligned`."""
+           kind: str | None = None, late: bool = False, helpers: int = 0, **adapters: Any) -> torch.Tensor:
+    """The GEMM by Triton, plus bias, in `dtype`; with a kind, gated in the epilogue. Fast if `aligned`. `late`: as in
+    ops/linear_kernels.py::tiles; `helpers` programs, and arguments of theirs, as in `matvec`."""
     from penstock.ops import linear_kernels as kernels  # Triton: heavy, and not everywhere
 
     rows, k, n = x.shape[0], weight.k, weight.n if kind is None else weight.n // 2
@@ -155,15 +156,15 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
               "num_warps": tile.warps, "num_stages": stages, "launch_pdl": linked}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep)
-        kernels.matvec[(columns,)](x, weight.data, None, None, bias, out, n, k, stages=stages, ahead=ahead, most=0.0, whole=1,
-                                   **shared)
+        kernels.matvec[(helpers + columns,)](x, weight.data, None, None, bias, out, n, k, stages=stages, ahead=ahead, most=0.0,
+                                             whole=1, **shared, **adapters)
         return out
     count = columns * -(-rows // tile.tall)
     programs, partial, tickets = parts_of(tile, count, out, kind is not None)
     kernels.tiles[(count, programs)](
         x, weight.data, bias, out, partial, tickets, rows, n, k, x.stride(0) // align, tall=tile.tall, split=tile.split,
         joined=tile.joined, swap=tile.swap, ahead=tile.ahead if align > 1 else 0, align=align,
-        group=tile.group, threads=32 * tile.warps, **shared)
+        group=tile.group, threads=32 * tile.warps, late=late, **shared)
     return out
 
 
@@ -207,13 +208,13 @@ class TritonLinear:
     def apply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = x.dtype if out_dtype is None else out_dtype
-        tile = choose(x.shape[0], weight.n, weight.k, False) if _suits(x, weight) else None
+        tile = choose(x.shape[0], weight.n, weight.k, False) if suits(x, weight) else None
         return library(x, weight, bias, dtype) if tile is None else launch(tile, x, weight, bias, dtype)
 
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
         n, k = weight.n // 2, weight.k
-        tile = choose(x.shape[0], n, k, True, boxable(x, weight, n)) if _suits(x, weight) else None
+        tile = choose(x.shape[0], n, k, True, boxable(x, weight, n)) if suits(x, weight) else None
         if tile is None:
             return activation_triton.gated(F.linear(x, weight.data, bias), kind)
         return launch(tile, x, weight, bias, x.dtype, kind)
@@ -223,6 +224,6 @@ class TritonLinear:
         return gather(ids, weight.data)
 
 
-def _suits(x: torch.Tensor, weight: Weight) -> bool:
+def suits(x: torch.Tensor, weight: Weight) -> bool:
     """Whether the Triton kernels can serve: at least one row, half precision, aligned."""
     return x.shape[0] > 0 and x.dtype != torch.float32 and aligned(x, weight)

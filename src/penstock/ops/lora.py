@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 
 UNIT = 16
@@ -64,11 +65,11 @@ class Layout:
             assert len(pieces) <= MOST_PIECES, path
             # Vector loads want aligned beginnings.
             up = -(-(at + len(pieces) * inputs) // UNIT) * UNIT
-            self.targets[path] = Target(pieces, inputs, at, up, gains, 1 + number * (MOST_PIECES + 1))
+            self.targets[path] = Target(pieces, inputs, at, up, gains, UNIT * (1 + number))
             at, gains = -(-(up + sum(pieces)) // UNIT) * UNIT, -(-(gains + sum(pieces)) // UNIT) * UNIT
         self.unit, self.gains = at, gains
         """Elements of a slot's matrices for each rank, and of its gains."""
-        self.facts = 1 + len(shapes) * (MOST_PIECES + 1)
+        self.facts = UNIT * (1 + len(shapes))
 
 
 @dataclass(frozen=True)
@@ -120,20 +121,29 @@ class Groups(NamedTuple):
     tiles: torch.Tensor
     """[3, most] int32: slot of each tile, and where its places begin and end."""
     order: torch.Tensor
-    """[rows] int32: the row at each place."""
+    """[rows] int32: the row at each place; those without adapters come first."""
+    slot: torch.Tensor
+    """[rows] int32: the slot of the row at each place; -1: none."""
     tall: int
     """The most places of a tile."""
 
     @classmethod
     def of(cls, flat: torch.Tensor, rows: int, slots: int) -> Groups:
         """Views of what `write` wrote."""
-        most, end = tiles(rows, slots), size(rows, slots)
-        return cls(flat[:1], flat[UNIT:UNIT + 3 * most].view(3, most), flat[end - rows:end], tall(rows))
+        order, slot = _begins(rows, slots)
+        return cls(flat[:1], flat[UNIT:order].view(3, -1)[:, :tiles(rows, slots)], flat[order:order + rows],
+                   flat[slot:slot + rows], tall(rows))
 
 
 def size(rows: int, slots: int) -> int:
     """Elements of the groups of so many rows."""
-    return UNIT * (1 - (-3 * tiles(rows, slots) // UNIT)) + rows
+    return _begins(rows, slots)[1] + padded(rows)
+
+
+def _begins(rows: int, slots: int) -> tuple[int, int]:
+    """Where `Groups.order` and `Groups.slot` begin."""
+    order = UNIT + 3 * padded(tiles(rows, slots))
+    return order, order + padded(rows)
 
 
 def tall(rows: int) -> int:
@@ -148,10 +158,11 @@ def tiles(rows: int, slots: int) -> int:
 
 def write(host: npt.NDArray[np.int32], given: npt.NDArray[np.int32], rows: int, slots: int) -> None:
     """Groups rows with the slots `given` (-1: none) in a step padded to `rows`, for `Groups.of`."""
+    given = np.pad(given, (0, rows - len(given)), constant_values=-1)
     order = np.argsort(given, kind="stable")
     found, counts = np.unique(given, return_counts=True)
-    height, begin, at, most = tall(rows), 0, 0, tiles(rows, slots)
-    tile = host[UNIT:UNIT + 3 * most].reshape(3, most)
+    height, begin, at, (ordered, slotted) = tall(rows), 0, 0, _begins(rows, slots)
+    tile = host[UNIT:ordered].reshape(3, -1)
     for slot, count in zip(found.tolist(), counts.tolist(), strict=True):
         if slot >= 0:
             begins = np.arange(begin, begin + count, height)
@@ -159,8 +170,7 @@ def write(host: npt.NDArray[np.int32], given: npt.NDArray[np.int32], rows: int, 
             tile[0, cut], tile[1, cut], tile[2, cut] = slot, begins, np.minimum(begins + height, begin + count)
         begin += count
     host[0] = at
-    end = size(rows, slots)
-    host[end - rows:end - rows + len(order)] = order
+    host[ordered:ordered + rows], host[slotted:slotted + rows] = order, given[order]
 
 
 class LoraOps:
@@ -207,6 +217,11 @@ class LoraOps:
                 total[:, at:at + count] += torch.stack([torch.mv(up[:rank, at:at + count].t(), row) for row in inner])
                 at += count
             out[rows] = total.to(out.dtype)
+
+    def product(self, x: torch.Tensor, path: str, slabs: Slabs, groups: Groups, weight: Weight,  # noqa: ARG002
+                bias: torch.Tensor | None, kind: str | None) -> torch.Tensor | None:  # noqa: ARG002
+        """x W^T + bias with deltas, of a `kind` gated, where that is faster than one after another; None elsewhere."""
+        return None
 
     @staticmethod
     def _tiles(target: Target, slabs: Slabs, groups: Groups

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.activation_kernel import activate
+
 
 @triton.jit(do_not_specialize=("rows", "most", "stride", "told", "fact"))
 def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down, fact, rows, most, pieces: tl.constexpr,
@@ -128,3 +130,108 @@ def _added(at, apart, mask, tall: tl.constexpr, ranks: tl.constexpr, parts: tl.c
     for part in tl.static_range(parts):
         h += tl.load(at + tl.cast(part, tl.int64) * apart, mask=mask, other=0.0)
     return h
+
+
+@triton.jit
+def low_part(x, data, facts, slot, row, program, low, apart, line, told, k, down, fact, pieces: tl.constexpr,
+             rank: tl.constexpr, ranks: tl.constexpr, span: tl.constexpr, ahead: tl.constexpr, linked: tl.constexpr):
+    """low [parts, apart, pieces, rank] of one row, whose x this is, for the program-th part and piece. `ahead` blocks of A are
+    loaded before the wait."""
+    deep: tl.constexpr = 4096 // ranks
+    piece, part = program % pieces, program // pieces
+    rr, at = tl.arange(0, ranks), part * span + tl.arange(0, deep)
+    own, width = tl.load(facts + slot * told + fact + piece), tl.load(facts + slot * told)
+    end = tl.minimum(part * span + span, k)
+    a = data + slot * line + tl.cast(down + piece * k, tl.int64) * width + rr[:, None] * k + at[None, :]
+    early = ()
+    for i in tl.static_range(ahead):
+        there = (rr < own)[:, None] & (at + i * deep < end)[None, :]
+        early = early + (tl.load(a + i * deep, mask=there, other=0.0),)  # noqa: RUF005
+    if linked:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((ranks, deep), tl.float32)
+    for i in tl.static_range(ahead):
+        v = tl.load(x + at + i * deep, mask=at + i * deep < end, other=0.0)
+        total += early[i].to(tl.float32) * v.to(tl.float32)[None, :]
+    for start in range(ahead * deep, end - part * span, deep):
+        v = tl.load(x + at + start, mask=at + start < end, other=0.0)
+        w = tl.load(a + start, mask=(rr < own)[:, None] & (at + start < end)[None, :], other=0.0)
+        total += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    tl.store(low + ((part * apart + row) * pieces + piece) * rank + rr, tl.sum(total, 1), mask=rr < own)
+
+
+@triton.jit(do_not_specialize=("rows", "stride"))
+def shrink_rows(x, data, facts, order, slots, low, rows, stride, line, told, k, down, fact, pieces: tl.constexpr,
+                rank: tl.constexpr, ranks: tl.constexpr, span: tl.constexpr, ahead: tl.constexpr, align: tl.constexpr,
+                linked: tl.constexpr):
+    """As `shrink`, one row a program. Grid: (parts * pieces, rows). The next kernel starts behind the wait."""
+    slot, row = tl.load(slots + tl.program_id(1)).to(tl.int64), tl.load(order + tl.program_id(1)).to(tl.int64)
+    if slot >= 0:
+        low_part(x + row * (tl.cast(stride, tl.int64) * align), data, facts, slot, row, tl.program_id(0), low,
+                 tl.cast(rows, tl.int64), line, told, k, down, fact, pieces, rank, ranks, span, ahead, linked)
+    if linked:
+        gdc_wait()
+
+
+@triton.jit
+def _grown(low, data, gains, facts, bias, slot, row, mine, piece, column, inside, apart, line, spread, told, n, up, gain, fact,
+           base, pieces: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
+           linked: tl.constexpr):
+    """[R, columns]: the GEMM's results `base` of R rows plus low B^T. Each has its own B, loaded before the wait."""
+    rk, at = tl.arange(0, ranks), facts + slot * told
+    there = rk[None, :] < tl.load(at + fact + piece, mask=mine, other=0)[:, None]
+    b = data + (slot * line + tl.cast(up, tl.int64) * tl.load(at, mask=mine, other=0))[:, None, None]
+    w = tl.load(b + rk[None, :, None].to(tl.int64) * n + column[None, None, :],
+                mask=there[:, :, None] & inside[None, None, :], other=0.0)
+    factor = tl.load(at + fact + scaled, mask=mine, other=0) > 0
+    g = tl.load(gains + (slot * spread)[:, None] + gain + column[None, :], mask=factor[:, None] & inside[None, :], other=0.0)
+    if linked:
+        gdc_wait()
+    h = tl.zeros(there.shape, tl.float32)
+    for part in tl.static_range(parts):
+        h += tl.load(low + (((part * apart + row) * pieces + piece) * rank)[:, None] + rk[None, :], mask=there, other=0.0)
+    y = tl.load(base + row[:, None] * n + column[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    scale = y
+    if bias is not None:
+        scale -= tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    y += scale * g.to(tl.float32)
+    return y + tl.sum(h.to(data.dtype.element_ty).to(tl.float32)[:, :, None] * w.to(tl.float32), 1)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def expand_rows(low, data, gains, facts, blocks, order, slots, base, out, bias, line, spread, told, n, up, gain, fact, rows,
+                pieces: tl.constexpr, rank: tl.constexpr, ranks: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
+                even: tl.constexpr, block: tl.constexpr, wide: tl.constexpr, tall: tl.constexpr, kind: tl.constexpr,
+                linked: tl.constexpr):
+    """As `expand`, for few rows, of which a program takes `tall`. Grid: (columns by `wide`, rows by `tall`).
+
+    With a `kind`, out [rows, n / 2] = kind(first half) * second half of that, for rows without adapters, too; it is `base`
+    otherwise."""
+    if linked:
+        gdc_launch_dependents()
+    place = tl.program_id(1) * tall + tl.arange(0, tall)
+    slot = tl.load(slots + place, mask=place < rows, other=-1)
+    row = tl.load(order + place, mask=place < rows, other=0).to(tl.int64)
+    each: tl.constexpr = block // wide
+    told_of = blocks + tl.program_id(0) // each * 3
+    piece, begin, end = tl.load(told_of), tl.load(told_of + 1) + tl.program_id(0) % each * wide, tl.load(told_of + 2)
+    if kind is not None:
+        end = n // 2
+    if even:
+        begin, end = tl.multiple_of(begin, 16), tl.multiple_of(end, 16)
+    column, mine, apart = begin + tl.arange(0, wide), slot >= 0, tl.cast(rows, tl.int64)
+    inside, slot = column < end, tl.maximum(slot, 0).to(tl.int64)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if kind is not None or tl.max(mine.to(tl.int32), 0) > 0:
+        size, kept = n, mine
+        y = _grown(low, data, gains, facts, bias, slot, row, mine, piece, column, inside, apart, line, spread, told, n, up,
+                   gain, fact, base, pieces, rank, ranks, parts, scaled, linked)
+        if kind is not None:
+            z = _grown(low, data, gains, facts, bias, slot, row, mine, pieces - 1, column + n // 2, inside, apart, line, spread,
+                       told, n, up, gain, fact, base, pieces, rank, ranks, parts, scaled, linked)
+            y = activate(y.to(dtype).to(tl.float32), kind) * z.to(dtype).to(tl.float32)
+            size, kept = n // 2, place < rows
+        tl.store(out + row[:, None] * size + column[None, :], y.to(dtype), mask=kept[:, None] & inside[None, :])
+    if linked:
+        gdc_wait()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from penstock.core.plan import Ints, StepPlan
 from penstock.layers.step import BASE, Adapted, Apart, Base
 from penstock.models.adapters import APART, EMBEDDING, HEAD, Weights
+from penstock.ops.linear import Weight
 from penstock.ops.lora import Groups, LoraOps, Slabs, size, write
 from penstock.worker.staging import Staging, upload
 
@@ -148,6 +149,12 @@ class LowRankDelta:
         if low is not None:
             self._ops.expand(low, path, self._slabs, self._groups, out, bias)
         return out
+
+    def product(self, path: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str | None
+                ) -> torch.Tensor | None:
+        if path not in self._slabs.layout.targets:
+            return None
+        return self._ops.product(x, path, self._slabs, self._groups, weight, bias, kind)
 
     def embed(self, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if EMBEDDING in self._changes:

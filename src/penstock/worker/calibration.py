@@ -55,6 +55,9 @@ class Moments:
     def expand(self, _path: str, _low: torch.Tensor | None, out: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
         return out
 
+    def product(self, *_: object) -> None:
+        """Nothing is computed here."""
+
     def embed(self, _tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
         return out
 
