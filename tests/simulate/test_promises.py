@@ -215,6 +215,14 @@ def test_overload_is_refused_and_those_taken_in_are_served_in_time() -> None:
     assert goodput[3.0] >= 0.95 * goodput[0.8]
 
 
+def test_forecasts_count_on_classes_that_go_on_coming() -> None:
+    """Requests with the tighter promise pass those with the wider one for as long as these wait."""
+    classes = {"": Service(), "fast": Service(ttft=0.5, weight=2.0), "slow": Service(ttft=4.0)}
+    stream = (asked(f"r{n}", 500, "fast" if n % 2 else "slow", 1.0 + n * 0.01, 4) for n in range(2000))
+    taken = [r for r in Fleet(COST, 1, policy="promises", classes=classes).run(stream).records if not r.refused]
+    assert len(taken) > 1600 and sum(r.kept(classes[r.tier]) for r in taken) >= 0.99 * len(taken)
+
+
 def test_a_refusal_says_when_to_come_again_and_can_be_waived() -> None:
     replica = Replica(COST, "promises", {"": Service(), "fast": Service(ttft=0.5)}, times=COST.times())
     for number in range(40):

@@ -37,7 +37,9 @@ class Forecast:
         """Requests that wait, by group: class, line feed, tenant."""
         self.unread: Counter[str] = Counter()
         """Their prompt tokens."""
-        self._seconds = self._tokens = self._entered = 0.0
+        self._seconds = self._entered = 0.0
+        self._tokens = dict.fromkeys(classes, 0.0)
+        """Prompt tokens by class."""
         self._last = 0.0
         self.ended = self._span = self._at = 0.0
         """Sequences that have left rows, in so many seconds, and the time of the latest plan."""
@@ -73,14 +75,16 @@ class Forecast:
             self._span, self.ended = self._span / 2, self.ended / 2
         if not (waiting or self._last):
             return
-        tokens = sum([count for sequence, count in zip(step.sequences, step.counts, strict=True)
-                      if sequence.planned < sequence.prompt_len])
         seconds = now - self._last if self._last else 0.0
         self._last = now if waiting else 0.0
         if seconds > 0:
             keep = math.exp(-seconds / _MEMORY)
             self._seconds = keep * self._seconds + seconds
-            self._tokens = keep * self._tokens + tokens
+            for tier in self._tokens:
+                self._tokens[tier] *= keep
+            for sequence, count in zip(step.sequences, step.counts, strict=True):
+                if sequence.planned < sequence.prompt_len:
+                    self._tokens[sequence.request.tier] += count
             self._entered = keep * self._entered + entered
 
     def seconds(self, request: Request, reading: int, taken: bool, credit: float) -> float:
@@ -106,11 +110,19 @@ class Forecast:
         if not entries:
             return alone + self._times.prompt(reading)
         ahead = _fair(tokens, request.tenant)
+        part, done = self._part(service), sum(self._tokens.values())
         # Where none has entered for so long, another will not for as long again.
-        rows = _fair(entries, request.tenant) * self._seconds / max(1.0, self._entered)
-        if self._seconds < _LEAST or not self._tokens:
+        rows = _fair(entries, request.tenant) * self._seconds / max(1.0, part * self._entered)
+        if self._seconds < _LEAST or not done:
             return alone + max(rows, self._times.prompt(ahead + reading))
-        return alone + max((ahead + reading) * self._seconds / self._tokens, rows)
+        return alone + max((ahead + reading) * self._seconds / (part * done), rows)
+
+    def _part(self, service: Service) -> float:
+        """The part of the service that classes which are due earlier leave to this one: they go on coming while it waits. At
+        least its share by weight."""
+        later = sum(done for tier, done in self._tokens.items() if self._classes[tier].ttft >= service.ttft)
+        weights = sum(self._classes[tier].weight for tier, done in self._tokens.items() if done)
+        return max(later / max(1.0, sum(self._tokens.values())), service.weight / max(service.weight, weights))
 
     def check(self, sequence: Sequence, group: str, now: float, reading: int, free: bool, taken: bool,
               credit: float) -> None:
