@@ -1,7 +1,8 @@
 """CPU time of the server's frontend for a streamed token: many chat streams against canary, user and kernel time apart.
 
-`python bench/streams.py --streams 64 --tokens 300 --rounds 3`. The client reads raw bytes and parses nothing, so that it
-disturbs little; the engine is a process of its own and is not counted. Prints one line of JSON for each round.
+`python bench/streams.py --streams 64 --tokens 200 --rounds 3`. Each round asks for answers of `--tokens` and of four times as
+many: the difference is the cost of tokens alone, the rest that of a request. The client reads raw bytes and parses nothing, so
+that it disturbs little; the engine is a process of its own and is not counted. Prints one line of JSON for each round.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -39,30 +39,39 @@ async def stream(port: int, tokens: int, number: int) -> int:
     return events
 
 
-async def measure(port: int, pid: int, streams: int, tokens: int) -> dict[str, float]:
-    before, began = seconds_of(pid), time.perf_counter()
+async def measure(port: int, pid: int, streams: int, tokens: int) -> tuple[float, float]:
+    """(user, kernel) seconds of a round of streams."""
+    before = seconds_of(pid)
     events = sum(await asyncio.gather(*(stream(port, tokens, number) for number in range(streams))))
+    assert events >= streams * tokens * 0.9, events
     user, kernel = (b - a for a, b in zip(before, seconds_of(pid), strict=True))
-    count = streams * tokens
-    return {"tokens": count, "events": events, "seconds": round(time.perf_counter() - began, 2),
-            "user_us": round(1e6 * user / count, 1), "kernel_us": round(1e6 * kernel / count, 1),
-            "us": round(1e6 * (user + kernel) / count, 1), "load": round(os.getloadavg()[0], 1)}
+    return user, kernel
+
+
+def compared(port: int, pid: int, streams: int, tokens: int) -> dict[str, float]:
+    """Microseconds of user and kernel time for a token, and milliseconds for a request, from two lengths of answers."""
+    few, many = (asyncio.run(measure(port, pid, streams, count)) for count in (tokens, 4 * tokens))
+    user, kernel = ((b - a) / (3 * tokens * streams) for a, b in zip(few, many, strict=True))
+    request = sum(few) / streams - (user + kernel) * tokens
+    return {"user_us": round(1e6 * user, 1), "kernel_us": round(1e6 * kernel, 1), "us": round(1e6 * (user + kernel), 1),
+            "request_ms": round(1e3 * request, 2), "load": round(os.getloadavg()[0], 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    server = subprocess.Popen([sys.executable, "-m", "penstock", "serve", "canary", "--port", "0", "--max-model-len", "1024",
-                               "--max-num-seqs", str(args.streams)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "penstock", "serve", "canary", "--port", "0", "--max-model-len", "4096",
+               "--max-num-seqs", str(args.streams)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None
         port = next(int(found[1]) for line in server.stdout if (found := re.search(r"ready at http://\S+:(\d+)", line)))
         asyncio.run(measure(port, server.pid, args.streams, 20))
         for _ in range(args.rounds):
-            print(json.dumps(asyncio.run(measure(port, server.pid, args.streams, args.tokens))), flush=True)
+            print(json.dumps(compared(port, server.pid, args.streams, args.tokens)), flush=True)
     finally:
         server.terminate()
         server.wait(20)

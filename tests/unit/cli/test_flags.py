@@ -120,6 +120,14 @@ def test_help_holds_every_option_s_documentation_and_default() -> None:
         assert unwrapped(field.metadata["doc"]) in text
 
 
+def test_every_option_has_its_costs_written_down() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "options.md").read_text()
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = [name for cell in cells for name in re.findall(r"`--([a-z-]+)", cell)]
+    fields = {field.name.replace("_", "-") for cls in (EngineOptions, ServerOptions) for field in dataclasses.fields(cls)}
+    assert sorted(named) == sorted(fields), set(named) ^ fields
+
+
 def unwrapped(text: str) -> str:
     """Without line ends, of which some are behind a word's own hyphen."""
     return re.sub(r"(?<=\w-) (?=\w)", "", " ".join(text.split()))
