@@ -15,7 +15,9 @@ ASK = {"model": MODEL, "max_tokens": 20, "messages": [{"role": "user", "content"
 def test_messages() -> None:
     found = client.messages.create(**ASK)
     assert found.role == "assistant" and found.content[0].type == "text" and found.usage.output_tokens > 0
-    assert client.messages.count_tokens(model=MODEL, messages=ASK["messages"]).input_tokens == found.usage.input_tokens
+    used = found.usage
+    prompt = used.input_tokens + (used.cache_read_input_tokens or 0) + (used.cache_creation_input_tokens or 0)
+    assert client.messages.count_tokens(model=MODEL, messages=ASK["messages"]).input_tokens == prompt
 
 
 def test_streams() -> None:
