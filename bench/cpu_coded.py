@@ -14,11 +14,13 @@ import torch
 
 from penstock.ops.registry import bind, set_threads
 from penstock.platform.facts import detect
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
 
 SCHEMES: dict[str, Any] = {"q8_0": GGUF("q8_0"), "q4_0": GGUF("q4_0"), "q4_k": GGUF("q4_k"), "q6_k": GGUF("q6_k"),
-                           "int8": Int8("token"), "int4g128": Grouped(4, 128)}
+                           "int8": Int8("token"), "int4g128": Grouped(4, 128), "fp8": FP8("token"),
+                           "fp8_block": FP8("group", (128, 128)), "awq": Grouped(4, 128, "uint8"), "gptq32": Grouped(4, 32)}
 BYTES = {"q4_k": (144, 0, 2), "q6_k": (210, 208, 1)}
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     kernels = bind(detect("cpu"), dtype)
     set_threads(arguments.threads, kernels)
     for name in arguments.schemes.split(","):
-        ops = kernels.linear_for(name, n, k)
+        ops = kernels.linear_for(SCHEMES[name].name, n, k)
         parts = stored(name, n, k)
         weights = [ops.pack(SCHEMES[name], parts, (n, k), dtype) for _ in range(max(2, (200 << 20) // (n * k)))]
         for rows in map(int, arguments.rows.split(",")):

@@ -9,6 +9,7 @@ import torch
 
 from penstock.ops.coded_cpu import NAMES
 from penstock.ops.registry import Implementation
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
 from tests.ops.kernels import every, random, usable
@@ -18,6 +19,7 @@ SCHEMES: list[Any] = [
     Grouped(4, 128), Grouped(4, 32, "uint8"), Grouped(4, 64, "float16"), Grouped(4, 0), Grouped(4, 0, "uint8"),
     Grouped(4, 128, ordered=True), Grouped(8, 128), Grouped(8, 32, "uint8"), Grouped(8, 0), Grouped(2, 64),
     Grouped(3, 32, "uint8")]
+FP8S = [FP8(), FP8("token"), FP8("tensor"), FP8(block=(128, 128)), FP8("group", (128, 128))]
 
 
 def name(scheme: Any) -> str:
@@ -119,3 +121,31 @@ def test_instruction_sets_agree() -> None:
             found.setdefault(str(scheme), []).append(linear.apply(random(5, 512, seed=2), weight))
     for each in found.values():
         assert all(torch.equal(one, each[0]) for one in each)
+
+
+@pytest.mark.parametrize("scheme", FP8S, ids=name)
+@pytest.mark.parametrize("implementation", every("linear.fp8"))
+def test_fp8(implementation: Implementation, scheme: FP8) -> None:
+    """Sums of float32, subnormal codes, rows of zeros, columns that no chunk divides; one row's bits in any company; rows."""
+    linear = usable(implementation, torch.float32)
+    for rows, n, k, dtype in ((1, 33, 256, torch.float32), (3, 16, 500, torch.bfloat16), (14, 150, 768, torch.float16),
+                              (530, 20, 256, torch.float32)):
+        parts = scheme.encode(random(n, k, seed=n) * torch.logspace(-4, 0, n)[:, None])
+        if "input_scale" in parts:
+            parts["input_scale"] = torch.full((1,), 0.02)
+        weight, matrix = linear.pack(scheme, parts, (n, k), dtype), scheme.decode(parts, torch.float32)
+        x, bias = random(rows, k + 16, seed=1).to(dtype)[:, 8:8 + k], random(n, seed=2).to(dtype)
+        x = x * torch.logspace(-2, 2, rows)[:, None].to(dtype)
+        x[0, :256] *= rows < 500
+        wanted = scheme.inputs(x.float(), parts).double() @ matrix.double().T + bias.double()
+        found = linear.apply(x, weight, bias, torch.float32)
+        off = (found.double() - wanted).abs() / (scheme.inputs(x.float(), parts).abs().double() @ matrix.abs().double().T + 1)
+        assert off.max() < 2e-6, (rows, off.max())
+        torch.testing.assert_close(linear.apply(x, weight, bias), found.to(dtype))
+        for begin, end in ((0, 1), (rows // 2, rows)):
+            assert torch.equal(linear.apply(x[begin:end], weight, bias, torch.float32), found[begin:end])
+        ids = torch.tensor([0, n - 1, 5])
+        assert torch.equal(linear.gather(ids, weight), scheme.decode(parts, dtype)[ids])
+        assert linear.apply(x[:0], weight).shape == (0, n)
+    with pytest.raises(IndexError):
+        linear.gather(torch.tensor([n]), weight)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.ops.cpu import CpuOperations
 
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_F32, _F32S, _F16, _F16S, _K45, _K6 = range(6)
+_F32, _F32S, _F16, _F16S, _K45, _K6, _FP8 = range(7)
 """As csrc/coded.cpp."""
 _PANEL = 16
 _BLOCK = 32
@@ -30,14 +30,17 @@ Lie = tuple[int, int, int]
 """Of codes in rows: bytes of a block of 32 columns (of q4_k 256), where its codes begin, and csrc/coded.cpp's form."""
 _SINGLE, _PAIRS = (32, 0, 0), (16, 0, 1)
 _CALL = struct.Struct("16q")
+_FP8_CODE, _FP8_PANEL = 3, 32
+"""As csrc/dtypes.h and csrc/linear.cpp."""
 _GROUPS = (32, 64, 128)
-NAMES = (*gguf_codes.NAMES, "int8",
+NAMES = (*gguf_codes.NAMES, "fp8", "fp8_block", "int8",
          *(f"int{bits}{group}" for bits in (2, 3, 4, 8) for group in ("row", *(f"g{size}" for size in _GROUPS))))
 """The schemes that are served, as `quant/` names them."""
 
 
 class CodedPanels(Weight):
-    """A matrix in panels. `scales` is uint8, in the layout of its `kind` (csrc/coded.cpp); codes less `offset` are numbers."""
+    """A matrix in panels. `scales` is uint8, in the layout of its `kind` (csrc/coded.cpp); codes less `offset` are numbers.
+    FP8 is as csrc/linear.cpp has it."""
 
     __slots__ = ("bits", "fixed", "gains", "group", "kind", "offset", "order", "scales", "tail")
 
@@ -68,6 +71,8 @@ class CodedCpu:
         self._owner = owner
 
     def pack(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedPanels:
+        if scheme.name.startswith("fp8"):
+            return self._fp8(scheme, parts, shape, dtype)
         codes, lie, bits, form = _taken(scheme, parts, shape[1])
         n, k = shape
         panels, blocks = -(-n // _PANEL), -(-k // _BLOCK)
@@ -76,6 +81,18 @@ class CodedCpu:
         pack_codes = self._owner.lib.penstock_coded_pack
         form["offset"] += pack_codes(codes.data_ptr(), codes.shape[1], *lie, n, k, bits, data.data_ptr())
         return CodedPanels(data, n, k, dtype, bits=bits, **form)
+
+    def _fp8(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedPanels:
+        (n, k), lib, codes, scale = shape, self._owner.lib, parts["weight"].contiguous(), parts["scale"].float().view(1, -1)
+        data = torch.empty(lib.penstock_packed_size(n, k, _FP8_CODE), dtype=torch.uint8)
+        lib.penstock_pack(codes.data_ptr(), data.data_ptr(), n, k, k, 1, _FP8_CODE)
+        if scheme.block is not None:
+            tall, wide = scheme.block
+            scale = parts["scale"].float().repeat_interleave(tall, 0)[:n].repeat_interleave(wide // 128, 1)[:, :-(-k // 128)].T
+        lines = F.pad(scale, (0, -n % _FP8_PANEL)).unflatten(1, (-1, _FP8_PANEL)).transpose(0, 1).contiguous()
+        span = {"none": 0, "token": k, "tensor": k, "group": 128}[scheme.activation]
+        return CodedPanels(data, n, k, dtype, bits=8, kind=_FP8, scales=lines, group=len(scale), offset=span,
+                           fixed=parts.get("input_scale"))
 
     def apply(self, x: torch.Tensor, weight: CodedPanels, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -107,6 +124,11 @@ class CodedCpu:
 def _values(ids: torch.Tensor, weight: CodedPanels) -> torch.Tensor:
     """The numbers [T, k] of rows `ids`."""
     rows, kind, panel, lane = len(ids), weight.kind, ids // _PANEL, ids % _PANEL
+    if kind == _FP8:
+        panel, lane = ids // _FP8_PANEL, ids % _FP8_PANEL
+        found = weight.data.view(-1, weight.k, _FP8_PANEL)[panel, :, lane].view(torch.float8_e4m3fn).float()
+        scale = weight.scales[panel, :, lane]
+        return found * (scale if weight.group == 1 else scale.repeat_interleave(128, 1)[:, :weight.k])
     data = weight.data.view(torch.int8) if weight.bits == 8 and not weight.offset else weight.data
     lines = data.view(-1, -(-weight.k // _BLOCK), weight.bits, _PANEL, 4)[panel, :, :, lane]
     codes = lines if weight.bits == 8 else torch.stack((lines[:, :, :4] & 15, lines[:, :, :4] >> 4), 3)

@@ -9,6 +9,7 @@
 // in the order of k, so that the bits of an output depend on its row and column alone.
 #include <algorithm>
 
+#include "coded.h"
 #include "dtypes.h"
 #include "pool.h"
 
@@ -62,10 +63,6 @@ static INLINE vi load_ints(const void* p) {
 }
 static INLINE vf as_floats(vi v) { return __builtin_convertvector(v, vf); }
 static INLINE vi every(int32_t x) { return x - vi{}; }
-template <class B>
-static INLINE vf bytes(const B* p) {
-    return as_floats(load_bytes(p));
-}
 
 template <int BITS>
 constexpr int64_t block_bytes = PANEL * BLOCK * BITS / 8;
@@ -105,7 +102,7 @@ static INLINE void expand(const uint8_t* codes, int first, vi* w) {
 //    F16   [PANEL] half scales                       F16S  and [PANEL] half shifts
 //    K45   256 columns: half d [PANEL], half dmin [PANEL], then for each block uint8 scale [PANEL], uint8 min [PANEL]
 //    K6    256 columns: half d [PANEL], then for each half block int8 scale [PANEL]
-enum Kind : int64_t { KIND_F32, KIND_F32S, KIND_F16, KIND_F16S, KIND_K45, KIND_K6 };
+enum Kind : int64_t { KIND_F32, KIND_F32S, KIND_F16, KIND_F16S, KIND_K45, KIND_K6, KIND_FP8 };
 constexpr int64_t SUPER = 8;  // blocks of a k-quant's superblock
 
 static inline int64_t scale_bytes(int64_t kind) {
@@ -127,13 +124,13 @@ struct Scales {
             if constexpr (SHIFTS) shift = load((const f16*)at + PANEL + first);
         } else if constexpr (KIND == KIND_K45) {
             const uint8_t* small = at + PANEL * (4 + 2 * b);
-            scale = load((const f16*)at + first) * bytes(small + first);
-            shift = -(load((const f16*)at + PANEL + first) * bytes(small + PANEL + first));
+            scale = load((const f16*)at + first) * as_floats(load_bytes(small + first));
+            shift = -(load((const f16*)at + PANEL + first) * as_floats(load_bytes(small + PANEL + first)));
         } else {
             const int8_t* small = (const int8_t*)at + PANEL * (2 + 2 * b);
             const vf d = load((const f16*)at + first);
-            scale = d * bytes(small + first);
-            shift = d * bytes(small + PANEL + first);
+            scale = d * as_floats(load_bytes(small + first));
+            shift = d * as_floats(load_bytes(small + PANEL + first));
         }
     }
 };
@@ -145,16 +142,6 @@ struct Rows {
     int32_t* sums;  // [rows][blocks][2]
     int64_t k, blocks;
 };
-
-}  // namespace
-
-struct Matrix {
-    const uint8_t *codes, *scales;
-    const float* gains;  // a factor of each row of the matrix, or null
-    int64_t n, k, group, offset;  // blocks that share a scale; what the codes are above their numbers, BIAS included
-};
-
-namespace {
 
 // out [M][PANEL] = rows [first, first + M) of x times a panel of the matrix.
 template <int BITS, int64_t KIND, int M>
@@ -307,22 +294,6 @@ void product(const T* x, int64_t ldx, const Matrix& m, int64_t bits, int64_t kin
     }
 }
 
-}  // namespace
-
-// The arguments that ops/coded_cpu.py passes as one block of bytes.
-struct CodedCall {
-    const void* x;
-    int64_t ldx;
-    Matrix matrix;
-    int64_t bits, kind;
-    const float* fixed;
-    const void* bias;
-    void* out;
-    int64_t rows, dtype;  // dtype + 256: float32 results
-};
-
-namespace {
-
 // The order of the 32 codes of a block of columns in a row: a byte each; as pairs, the first low; the first half low
 // and the second high, for a block, or for two blocks in a row of a superblock of 256.
 enum Form { BYTES, PAIRS, HALVES, CHUNKS };
@@ -380,6 +351,7 @@ EXPORT int64_t penstock_coded_pack(const uint8_t* rows, int64_t row_bytes, int64
 
 EXPORT void penstock_coded(const CodedCall* call) {
     const CodedCall& c = *call;
+    if (c.kind == KIND_FP8) return fp8_product(c);
     by_dtype(c.dtype & 255, [&](auto type) {
         using T = decltype(type);
         if (c.dtype & 256)

@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2 };
+enum DType : int64_t { F32 = 0, F16 = 1, BF16 = 2, FP8 = 3 };  // FP8: of stored weights alone
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

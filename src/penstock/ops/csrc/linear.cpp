@@ -9,7 +9,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "dtypes.h"
+#include "codec.h"
+#include "coded.h"
 #include "pool.h"
 
 namespace {
@@ -55,6 +56,18 @@ struct Format<bf16> {
     }
 };
 
+// FP8 (E4M3): the bits in place are a number's 2^-120 part, subnormals included; NaN is read as 480.
+template <>
+struct Format<code> {
+    static constexpr int STEP = 1;
+    static INLINE vf read(const code* w, int vector, int) {
+        return (vf)((load_bytes((const int8_t*)w + vector * VW) << 20) & (int32_t)0x87f00000);
+    }
+};
+constexpr float UP = 0x1p64f;    // of FP8's activations, so that products are no subnormals
+constexpr float DOWN = 0x1p56f;  // makes up for both
+constexpr int64_t CHUNK = 128;   // columns of FP8's weights and activations that share scales
+
 template <class T>
 int64_t padded(int64_t k) {
     constexpr int64_t step = Format<T>::STEP;
@@ -67,14 +80,15 @@ struct Ahead {
     int64_t stride;
 };
 
-// c [M][NR] (+)= x [kc][M] times w [kc][NR]; `first` starts the sums at zero.
+// c [M][NR] (+)= x [kc][M] times w [kc][NR]; `first` starts the sums at zero. gains: of FP8, a scale for each column of the slice.
 template <class T, int M>
-void block(const float* x, const T* w, float* c, int64_t kc, bool first, Ahead ahead) {
+void block(const float* x, const T* w, float* c, int64_t kc, bool first, Ahead ahead, const float* gains) {
+    constexpr bool CODES = std::is_same_v<T, code>;
     constexpr int S = strip_vectors(M), STEP = Format<T>::STEP;
     for (int j = 0; j < NV; j += S) {
         vf acc[M][S];
         for (int r = 0; r < M; r++)
-            for (int v = 0; v < S; v++) acc[r][v] = first ? vf{} : load(c + r * NR + (j + v) * VW);
+            for (int v = 0; v < S; v++) acc[r][v] = first || CODES ? vf{} : load(c + r * NR + (j + v) * VW);
         const float* xs = x;
         const T* ws = w + j * VW * STEP;
         for (int64_t k = 0; k < kc; k += STEP) {
@@ -94,12 +108,16 @@ void block(const float* x, const T* w, float* c, int64_t kc, bool first, Ahead a
             ws += STEP * NR;
         }
         for (int r = 0; r < M; r++)
-            for (int v = 0; v < S; v++) store(c + r * NR + (j + v) * VW, acc[r][v]);
+            for (int v = 0; v < S; v++) {
+                float* to = c + r * NR + (j + v) * VW;
+                if constexpr (CODES) acc[r][v] = fma(acc[r][v], load(gains + (j + v) * VW) * DOWN, first ? vf{} : load(to));
+                store(to, acc[r][v]);
+            }
     }
 }
 
 template <class T>
-using Block = void (*)(const float*, const T*, float*, int64_t, bool, Ahead);
+using Block = void (*)(const float*, const T*, float*, int64_t, bool, Ahead, const float*);
 
 template <class T, int M>
 Block<T> block_of(int rows) {
@@ -154,17 +172,21 @@ void finish(const float* c, const T* bias, Out* out, int64_t ldo, int64_t rows, 
 }
 
 // One pass of at most PASS rows: its division into tasks, and a task.
-template <class T, class Out>
+template <class X, class T, class Bias, class Out>
 struct Pass {
-    const T *x, *w, *bias;
+    const X* x;
+    const T* w;
+    const Bias* bias;
     Out* out;
     const int64_t ldx, rows, n, k;
+    const float* gains = nullptr;  // of FP8: by panels and chunks at these strides
+    const int64_t panel_stride = 0, chunk_stride = 0;
 
     const int64_t pk = padded<T>(k), panels = (n + NR - 1) / NR;
     const RowBlocks blocks{rows, max_rows<T>};
     // With few rows the weights are streamed once over the whole of k; with more, slices of k are kept in L1.
     const bool flow = rows < 4 && blocks.count == 1 && strip_vectors((int)rows) == NV;
-    const int64_t kc = flow ? pk : SLICE / (NR * (int64_t)sizeof(T));
+    const int64_t kc = std::is_same_v<T, code> ? CHUNK : flow ? pk : SLICE / (NR * (int64_t)sizeof(T));
     const int64_t task_blocks = std::max<int64_t>(1, ROWS / max_rows<T>);
     const int64_t row_tasks = (blocks.count + task_blocks - 1) / task_blocks;
     const int64_t group = panels_of_a_task(), groups = (panels + group - 1) / group;
@@ -201,7 +223,8 @@ struct Pass {
                 const int64_t length = std::min(kc, pk - at), r = blocks.begin(b), m = blocks.rows(b);
                 block_of<T, max_rows<T>>((int)m)(packed + r * pk + at * m, here,
                                                  sums + ((p - first_panel) * height + r - first_row) * NR, length, at == 0,
-                                                 ahead(here, next, b - first_block, last_block - first_block, m, length));
+                                                 ahead(here, next, b - first_block, last_block - first_block, m, length),
+                                                 gains + p * panel_stride + at / CHUNK * chunk_stride);
             };
             if (last_block - first_block <= FEW) {
                 for (int64_t p = first_panel; p < last_panel; p++)
@@ -229,7 +252,47 @@ template <class T, class Out>
 void linear(const T* x, int64_t ldx, const T* w, const T* bias, Out* out, int64_t rows, int64_t n, int64_t k) {
     // Bounds the memory of the packed rows for prompts of any length.
     for (int64_t r = 0; r < rows; r += PASS)
-        Pass<T, Out>{x + r * ldx, w, bias, out + r * n, ldx, std::min(PASS, rows - r), n, k}.run();
+        Pass<T, T, T, Out>{x + r * ldx, w, bias, out + r * n, ldx, std::min(PASS, rows - r), n, k}.run();
+}
+
+// v, at most 448, rounded to E4M3's numbers, to even.
+INLINE vf to_e4m3(vf v) {
+    const vu u = (vu)v;
+    const vf normal = (vf)((u + 0x7ffffu + ((u >> 20) & 1u)) & 0xfff00000u), small = (v + 0x1.8p14f) - 0x1.8p14f;
+    return vabs(v) < 0x1p-6f ? small : normal;
+}
+
+// A row of x, rounded as the call says, times UP.
+template <class T>
+void fp8_row(const T* x, const CodedCall& c, float* out) {
+    const int64_t k = c.matrix.k, span = c.matrix.offset ? c.matrix.offset : k;
+    for (int64_t at = 0; at < k; at += span) {
+        const int64_t end = std::min(k, at + span);
+        vf peak = {};
+        for (int64_t i = at; i < end; i += VW) peak = vmax(peak, vabs(load_upto(x + i, end - i)));
+        const float scale = c.fixed ? *c.fixed : std::max(hmax(peak), 1e-12f) / 448.0f;
+        for (int64_t i = at; i < end; i += VW) {
+            vf v = load_upto(x + i, end - i);
+            if (c.matrix.offset) {
+                v = v / set1(scale);
+                v = to_e4m3(v > 448.0f ? set1(448.0f) : v < -448.0f ? set1(-448.0f) : v) * scale;
+            }
+            store_upto(out + i, v * UP, end - i);
+        }
+    }
+}
+
+template <class T, class Out>
+void fp8(const CodedCall& c) {
+    const Matrix& m = c.matrix;
+    for (int64_t r = 0; r < c.rows; r += PASS) {
+        const int64_t rows = std::min(PASS, c.rows - r);
+        float* wide = (float*)pool::scratch(2, rows * m.k * sizeof(float));
+        pool::parallel_if(rows * m.k > 65536, rows,
+                          [&](int64_t i) { fp8_row((const T*)c.x + (r + i) * c.ldx, c, wide + i * m.k); });
+        Pass<float, code, T, Out>{wide, (const code*)m.codes, (const T*)c.bias, (Out*)c.out + r * m.n, m.k, rows, m.n, m.k,
+                                  (const float*)m.scales, m.group * NR, m.group > 1 ? NR : 0}.run();
+    }
 }
 
 template <class T>
@@ -271,7 +334,8 @@ EXPORT int64_t penstock_packed_size(int64_t n, int64_t k, int64_t dtype) {
 
 EXPORT void penstock_pack(const void* from, void* to, int64_t n, int64_t k, int64_t row_stride, int64_t column_stride,
                           int64_t dtype) {
-    pool::advise_huge(to, penstock_packed_size(n, k, dtype) * (dtype == F32 ? 4 : 2));
+    pool::advise_huge(to, penstock_packed_size(n, k, dtype) * (dtype == F32 ? 4 : dtype == FP8 ? 1 : 2));
+    if (dtype == FP8) return pack((const code*)from, row_stride, column_stride, n, k, (code*)to);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         pack((const T*)from, row_stride, column_stride, n, k, (T*)to);
@@ -287,6 +351,13 @@ EXPORT void penstock_linear(const void* x, int64_t ldx, const void* w, const voi
             linear((const T*)x, ldx, (const T*)w, (const T*)bias, (float*)out, rows, n, k);
         else
             linear((const T*)x, ldx, (const T*)w, (const T*)bias, (T*)out, rows, n, k);
+    });
+}
+
+void fp8_product(const CodedCall& c) {
+    by_dtype(c.dtype & 255, [&](auto type) {
+        using T = decltype(type);
+        c.dtype & 256 ? fp8<T, float>(c) : fp8<T, T>(c);
     });
 }
 
