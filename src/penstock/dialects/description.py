@@ -69,6 +69,8 @@ class Tags:
     """Separates the key from a flag that says whether the value is a string (true), as in DeepSeek V3.2, or its type."""
     untyped: str = "string"
     """Type of a value without a schema: string, or json if the value is valid JSON."""
+    literal: tuple[str, str] = ("", "")
+    """Optional marks around the text of a value."""
     rest: str = ""
     """Ends a text behind the name that means nothing."""
     nested: str = ""

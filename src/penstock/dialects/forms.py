@@ -229,6 +229,8 @@ def _parameter(form: Tags, reader: Reader, sink: Parser, tools: Tools, tool: str
     # A model may omit the closing tag; the next parameter or the end of the call then ends the value.
     open_ends = () if form.nested else tuple("\n" + marker for marker in (form.key[0], *closing))
     end = form.value[1].replace("{key}", key)
+    if (yield from reader.take(form.literal[:1])):
+        end = form.literal[1] + end
     trimmed = ("\r\n" + end, "\n" + end) if form.trim else ()
     text = types == {"string"}
     if text:

@@ -18,9 +18,8 @@ class Tools:
     """The tools of a request by name. If there are none, every name is accepted and no parameter has a type."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        self.given = [*(tools or ())]
         self._schemas: dict[str, Mapping[str, Any]] = {}
-        for tool in self.given:
+        for tool in tools or ():
             # A tool is OpenAI's object or a bare function; a custom tool takes one text.
             inner = tool.get("function") or tool.get("custom") or tool
             self._schemas[str(inner.get("name"))] = inner.get("parameters") or {}

@@ -73,11 +73,7 @@ def _defined(encoded: bytes) -> str:
 
 def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
     """Returns the grammar of a JSON schema, given as an object or as text. Raises UnenforceableError with the JSON pointer."""
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise RequestError(f"the schema is not JSON: {error}") from None
+    schema = _loaded(schema, "the schema")
     if params.disable_additional_properties:
         schema = _closed(schema)
     try:
@@ -153,11 +149,14 @@ def _grammar(text: Any) -> str:
 def _tags(tag: Any) -> str:
     if isinstance(tag, str):
         _check_length(tag, "the structural tag")
-        try:
-            tag = json.loads(tag)
-        except ValueError as error:
-            raise RequestError(f"the structural tag is not JSON: {error}") from None
-    return lark_of(tags_node(tag), {})
+    return lark_of(tags_node(_loaded(tag, "the structural tag")), {})
+
+
+def _loaded(value: Any, name: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise RequestError(f"{name} is not JSON: {error}") from None
 
 
 def _check_length(text: Any, name: str) -> None:

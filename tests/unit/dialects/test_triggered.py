@@ -167,7 +167,8 @@ def test_a_custom_tools_grammar(name: str) -> None:
         if name == "pythonic":
             call = call.replace(repr(text), json.dumps(text))
         assert judge(held, call) == [right], text
-        parser = Parser(dialect, tools.given)
+        parser = Parser(dialect)
+        parser.tools = tools
         parser.push(call)
         parser.finish()
         assert json.loads(parser.message().calls[0].arguments) == {"input": text}
@@ -216,7 +217,8 @@ def test_strings_between_tags_keep_every_keyword(name: str, schema: Any, right: 
     if schema is True:
         return
     for text in right:
-        parser = Parser(dialects()[name], tools.given)
+        parser = Parser(dialects()[name])
+        parser.tools = tools
         parser.push(write(dialects()[name], [("f", {"c": text})]))
         parser.finish()
         assert json.loads(parser.message().calls[0].arguments) == {"c": None if text == "null" else text}
@@ -259,7 +261,8 @@ def elements(value: Any) -> str:
 def held_and_read(dialect: Dialect, tools: Tools, call: str, arguments: Any, right: bool) -> None:
     """Whether the grammar allows the call is as said; read back, it has these arguments in any case."""
     assert judge(node_grammar(structure(dialect, tools, True), {}), call) == [right]
-    parser = Parser(dialect, tools.given)
+    parser = Parser(dialect)
+    parser.tools = tools
     parser.push(call)
     parser.finish()
     assert json.loads(parser.message().calls[0].arguments) == arguments

@@ -16,7 +16,7 @@ DIALECTS = (
             Written('<|function_call|>{{"name": "{name}", "arguments": {arguments}}}'), parallel=False,
             signs=(("<|function_call|>",), ("function call", "<|role_sep|>"), ("gigachat",)), rank=60),
     Dialect("minicpm5", (Block('<function name="', Tags(('<function name="', '">'), ('<param name="', '">'), ("", "</param>"),
-                                                        "</function>"), keep=True),),
+                                                        "</function>", literal=("<![CDATA[", "]]>")), keep=True),),
             Written('<function name="{name}">{arguments}</function>', separator="\n",
                     parameter='<param name="{key}">{value}</param>'), THINK, signs=(('<function name="', '<param name="'),),
             rank=48),
