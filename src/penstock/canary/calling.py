@@ -137,10 +137,6 @@ def _spoken(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: ("off", "on")[value] if isinstance(value, bool) else value for name, value in values.items()}
 
 
-def _written(tool: Tool, values: Mapping[str, Any]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': tool.name, 'arguments': dict(values)})}\n</tool_call>"
-
-
 def _choice(rng: Random, span: float) -> tuple[Tool, list[Tool]]:
     """A tool, and all that are offered: up to 3 at span 0, up to 8 at span 1."""
     count = rng.randint(1, 3 + round(5 * span))
@@ -156,7 +152,8 @@ def call(rng: Random, span: float) -> Item:
     tool, offered = _choice(rng, span)
     values = {name: field.value(rng) for name, field in tool.fields.items()}
     question = rng.choice(tool.asks).format(**_spoken(values))
-    return Item("tool-call", f"{tool.name} {question}", [{"role": "user", "content": question}], _written(tool, values), "call",
+    call = f"<tool_call>\n{json.dumps({'name': tool.name, 'arguments': values})}\n</tool_call>"
+    return Item("tool-call", f"{tool.name} {question}", [{"role": "user", "content": question}], call, "call",
                 tools=[each.schema() for each in offered])
 
 

@@ -72,10 +72,6 @@ def _gpt2(value: Values) -> dict[str, Any]:
             "n_inner": value("feed_forward_length")}
 
 
-def _no_window(value: Values) -> dict[str, Any]:
-    return {"sliding_window": value("attention.sliding_window")}
-
-
 def _head_size(value: Values) -> int:
     found: int = value("attention.key_length") or value("embedding_length") // value("attention.head_count")
     return found
@@ -99,7 +95,8 @@ ARCHITECTURES = {
                              more=lambda _: {"norm_topk_prob": True}),
     "gemma2": Architecture("Gemma2ForCausalLM", {**_LLAMA, **_SANDWICH}, keys=_SOFTCAPS, more=_gemma2, norms_up=True),
     "gemma3": Architecture("Gemma3ForCausalLM", {**_LLAMA, **_SANDWICH}, keys=_SOFTCAPS, more=_gemma3, norms_up=True),
-    "phi3": Architecture("Phi3ForCausalLM", {**_LLAMA, "ffn_up": "mlp.gate_up_proj"}, more=_no_window),
+    "phi3": Architecture("Phi3ForCausalLM", {**_LLAMA, "ffn_up": "mlp.gate_up_proj"},
+                         more=lambda value: {"sliding_window": value("attention.sliding_window")}),
     "granite": Architecture("GraniteForCausalLM", permuted=True, keys={
         "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}),

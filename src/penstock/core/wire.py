@@ -34,13 +34,10 @@ def _extension(code: int, data: memoryview) -> Any:
     return np.frombuffer(bytearray(data[end:]), dtype).reshape(shape)
 
 
-def _decoded(kind: Any, value: Any) -> Any:
-    return Path(value) if kind is Path else value
-
-
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encoded).encode
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
     """Decodes messages of one type."""
-    return msgspec.msgpack.Decoder(kind, dec_hook=_decoded, ext_hook=_extension).decode
+    return msgspec.msgpack.Decoder(kind, dec_hook=lambda kind, value: Path(value) if kind is Path else value,
+                                   ext_hook=_extension).decode

@@ -74,8 +74,8 @@ class Application:
         self.app.openapi = lambda: document  # type: ignore[method-assign]
         self.app.router.routes.extend(page_routes())
         self.app.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
-        asgi: ASGIApp = Gate(selecting, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes, _report,
-                              keys_file)
+        asgi: ASGIApp = Gate(selecting, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes,
+                              lambda error: LOG.error("a request failed unexpectedly", exc_info=error), keys_file)
         if options.allowed_origins:
             # CORS wraps the gate, because a browser hides refusals without CORS headers from the page.
             asgi = CORSMiddleware(asgi, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"],
@@ -85,7 +85,3 @@ class Application:
         if options.log_requests:
             asgi = AccessLog(asgi)
         self.asgi: ASGIApp = Paths(asgi, options.root_path)
-
-
-def _report(error: BaseException) -> None:
-    LOG.error("a request failed unexpectedly", exc_info=error)

@@ -72,7 +72,8 @@ class EngineCollector(Collector):
         yield from self._counters()
         yield from self._tiers()
         yield from self._histograms()
-        yield from self._connections()
+        for name, count in asdict(self.connections()).items():
+            yield self._one(CounterMetricFamily(f"penstock:connections_{name}", CONNECTIONS[name], labels=LABELS), count)
         yield self._cache_config()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -152,10 +153,6 @@ class EngineCollector(Collector):
                        "expert", enumerate(picked))
         yield self._by(CounterMetricFamily, "vllm:request_success", "Finished sequences by why they ended.",
                        "finished_reason", figures.finished.items())
-
-    def _connections(self) -> Iterator[Metric]:
-        for name, count in asdict(self.connections()).items():
-            yield self._one(CounterMetricFamily(f"penstock:connections_{name}", CONNECTIONS[name], labels=LABELS), count)
 
     def _tiers(self) -> Iterator[Metric]:
         stats = self.llm.stats

@@ -68,7 +68,8 @@ def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     if route.event is not None:
         content["text/event-stream"] = {"schema": schema_of[str(route.event)]}
     described: dict[str, Any] = {
-        "summary": route.about, "operationId": _name(route),
+        "summary": route.about,
+        "operationId": route.method.lower() + _path(route).replace("/", "_").replace("{", "").replace("}", ""),
         "responses": {"200": {"description": "The answer" if route.body else route.about, "content": content}}}
     if route.body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[str(route.body)]}}}
@@ -76,11 +77,6 @@ def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
         described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                                    for name in re.findall(r"{(\w+)", route.path)]
     return described
-
-
-def _name(route: Route) -> str:
-    """The operation's id: method and path."""
-    return route.method.lower() + _path(route).replace("/", "_").replace("{", "").replace("}", "")
 
 
 def _error(shape: ErrorShape) -> dict[str, Any]:

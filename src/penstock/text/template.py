@@ -67,10 +67,6 @@ def _raise_exception(message: str) -> None:
     raise _Refusal(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 class _Sandbox(ImmutableSandboxedEnvironment):
     """An immutable sandbox, except that lists can grow and shrink, because Kimi K2's template keeps a queue in a list.
 
@@ -84,7 +80,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
