@@ -19,8 +19,8 @@ _DEEP = 128
 """Columns of x that a dot product takes."""
 _PROGRAMS = 2048
 """The most programs of a launch: about as many as run at once. More would be launched for tiles that a step may not have."""
-_FEW = 64
-"""The most rows whose deltas are added one row a program."""
+_FEW, _LOW = 64, 16
+"""The most rows whose deltas are added one row a program, and the largest rank for which that is faster."""
 _JOINED_ABOVE = 256
 """Rows above which one program sums up all parts, in the same order."""
 
@@ -73,7 +73,7 @@ class TritonLora(LoraOps):
 
         pieces, rows, n, ranks = slabs.layout.targets[path].pieces, len(x), weight.n, _ranks(slabs.rank)
         tile = choose(rows, n, weight.k, False) if weight.ops is TritonLinear and suits(x, weight) else None
-        if tile is None or rows > _FEW or slabs.rank > ranks or (
+        if tile is None or rows > _FEW or slabs.rank > _LOW or (
                 kind is not None and pieces not in ((n,), (n // 2, n // 2))):
             return None
         target, linked = slabs.layout.targets[path], gpu.linked(x.device)
