@@ -5,6 +5,7 @@ usage: python bench/speculation.py [--target llama8b] [--draft eagle] [--batches
 The weights are random, so no draft would ever be right. Drafts are kept with a given probability instead
 (`synthetic_acceptance_rate`); everything else runs as it does in service: the drafter, its cache, verification, overlap and
 graphs. `--draft eagle` is an EAGLE-3 head of the target's shape, `layer` a model of one of its layers; others are shapes.
+With `--ahead DEVICE` the draft model drafts ahead on that device, and "off" is the same model that drafts in turn.
 Off and on take turns, so that a machine that becomes slower or faster meanwhile does so for both.
 """
 
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3, help="measured pairs; the first one besides warms up")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--ahead", help="cuda:1, cpu: drafts ahead there, against drafts in turn")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     batches = [int(part) for part in args.batches.split(",")]
@@ -77,11 +79,15 @@ def main() -> None:
         folder, shape = Path(name), shapes[args.target]
         target = str(write(shape, folder / args.target))
         drafter = head(shape, folder / "draft") if args.draft == "eagle" else write(
-            {**shape, "num_hidden_layers": 1} if args.draft == "layer" else shapes[args.draft], folder / "draft")
+            {**shape, "num_hidden_layers": 1} if args.draft == "layer" else
+            {**shapes[args.draft], "vocab_size": shape["vocab_size"]}, folder / "draft")
         for probability in map(float, args.acceptance.split(",")):
             config = {"model": str(drafter), "num_speculative_tokens": args.drafts, "rejection_sample_method": "synthetic",
                       "synthetic_acceptance_rate": probability}
-            with LLM(target, **options) as off, LLM(target, speculative_config=config, **options) as on:
+            ahead = {"ahead": True, "device": args.ahead} if args.ahead else {}
+            in_turn = {"speculative_config": {**config, "draft_policy": "fixed"}} if ahead else {}
+            with (LLM(target, **in_turn, **options) as off,
+                  LLM(target, speculative_config={**config, **ahead}, **options) as on):
                 scheduler = on.engine.scheduler
                 for kind in args.policies.split(",") if probability else ["adaptive"]:
                     scheduler.drafts.policy = (Adaptive(args.drafts, scheduler.times) if kind == "adaptive"
@@ -91,11 +97,13 @@ def main() -> None:
                         pairs = [(seconds(off, batch, args.output_len, turn), seconds(on, batch, args.output_len, turn))
                                  for turn in range(1 + args.turns)][1:]
                         plain, took = (statistics.median(side) for side in zip(*pairs, strict=True))
+                        stats = on.engine.stats()
                         lines.append({"acceptance": probability, "policy": kind, "batch": batch, "plain_s": round(plain, 4),
                                       "s": round(took, 4),
                                       "speedup": round(statistics.median(one / other for one, other in pairs), 3),
                                       "bound": round(expected(probability, args.drafts), 2),
-                                      "drafted": on.engine.stats().drafted_tokens - before})
+                                      "drafted": stats.drafted_tokens - before,
+                                      "hits": stats.ahead_hits, "tries": stats.ahead_tries})
                         print(lines[-1], flush=True)
     if args.output is not None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() and args.device != "cpu" else "none"

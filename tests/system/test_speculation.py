@@ -74,6 +74,29 @@ def test_answers_are_equal_and_steps_are_fewer(options: dict[str, Any]) -> None:
         assert after.drafts * 5 >= after.drafted_tokens > after.accepted_tokens and after.steps < steps
 
 
+def test_drafts_made_ahead_are_those_made_in_turn_and_mostly_there() -> None:
+    """More sequences than rows, so that rows change hands; outcomes of greedy and of drawn tokens."""
+    config, few = {"model": DRAFT, **FIXED}, {"max_num_seqs": 5}
+    with (opened(**few) as plain, opened(**few, speculative_config=config) as in_turn,
+          opened(**few, speculative_config={**config, "ahead": 6, "device": "cpu"}) as ahead):
+        for asked in ASKED:
+            (one, expected), (found, stats) = answers(in_turn, **asked), answers(ahead, **asked)
+            assert found == one == answers(plain, **asked)[0], asked
+            assert (stats.accepted_tokens, stats.drafted_tokens) == (expected.accepted_tokens, expected.drafted_tokens), asked
+        assert stats.ahead_tries > 200 and stats.ahead_hits > 0.75 * stats.ahead_tries
+        assert constrained(ahead) == constrained(plain)
+
+
+@pytest.mark.parametrize(("other", "message"), [
+    ({"device": None}, "belong together"), ({"ahead": 65}, "1 to 64"), ({"speculative_eagle_topk": 2}, "drafts chains"),
+    ({"rejection_sample_method": "block"}, "strict or synthetic"), ({"model": EAGLE}, "drafts as eagle3"),
+    ({"device": "cuda:9"}, "cuda:9")], ids=str)
+def test_ahead_is_refused_by_name(other: dict[str, Any], message: str) -> None:
+    config = {"model": DRAFT, "ahead": True, "device": "cpu", **other}
+    with pytest.raises(ConfigError, match=message), opened(speculative_config=config):
+        pass
+
+
 def test_the_first_layers_draft_without_entries_of_their_own() -> None:
     """All layers but the last are right often enough that their cache entries must be right."""
     config = {"method": "layer_skip", "draft_layers": 7, **FIXED}
@@ -374,10 +397,11 @@ def test_a_drafter_of_an_installed_package_may_write_anything(drafter: type[Draf
 
 
 @pytest.mark.parametrize(("filtered", "tokens", "rule"), [({"top_k": 20}, 4096, "strict"), ({"top_k": 20}, 4096, "block"), *(
-    pytest.param(filtered, 1 << 20, rule, marks=pytest.mark.exhaustive) for rule in ("strict", "probabilistic", "block")
+    pytest.param(filtered, 1 << 16, rule, marks=pytest.mark.exhaustive) for rule in ("strict", "probabilistic", "block")
     for filtered in ({}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.02}))], ids=str)
 def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float], tokens: int, rule: str) -> None:
-    """Two-sample chi-square between the third tokens of answers with drafts and of others, with other seeds, without."""
+    """Two-sample chi-square between the third tokens of answers with drafts and of others, with other seeds, without. A million
+    tokens for each filter are in tests/unit/worker/test_rejection.py."""
     prompt, each = "The", 64
 
     def counted(first: int, **options: Any) -> torch.Tensor:

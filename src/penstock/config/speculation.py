@@ -25,9 +25,9 @@ _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram",
 _NUMBERS = {"num_speculative_tokens": "tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest",
             "draft_layers": "layers", "synthetic_acceptance_rate": "synthetic", "relaxed_topk": "relaxed",
             "relaxed_delta": "delta", "speculative_eagle_topk": "branches", "speculative_num_steps": "tokens",
-            "speculative_num_draft_tokens": "nodes"}
+            "speculative_num_draft_tokens": "nodes", "ahead": "ahead"}
 """Fields of `Speculation`, by their names in the configuration."""
-_KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_sample_method",
+_KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_sample_method", "device",
          "use_relaxed_acceptance_for_thinking", *_NUMBERS)
 """Keys of vLLM's configuration that are supported; those for relaxed acceptance have TensorRT-LLM's names."""
 TREES = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
@@ -68,13 +68,16 @@ class Speculation:
     rejection: str = ""
     """token or block: drafts are kept by rejection sampling, one by one or by the probability of all; empty: where the target
     samples the same token. Another answer, of the same distribution."""
+    ahead: int = 0
+    """A draft model drafts ahead for so many outcomes of each verification, on a device of its own; 0: it does not."""
+    device: str = ""
+    """That device."""
     synthetic: float | None = None
     """For measurements: drafts are kept with this probability, whatever they are. Answers mean nothing then."""
     relaxed: int = 0
     """Lossy: while a model thinks, a draft is kept if it is among so many of the target's best tokens; 0: off."""
     delta: float = 0.6
     """Lossy: and if its log probability is at most so much below the best token's."""
-
 
     @property
     def tree(self) -> tuple[int, int, int] | None:
@@ -142,6 +145,8 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
     if method not in _NAMES and method not in own_drafters().names:
         raise ConfigError(f"speculative_config: method is {method!r}; possible are "
                           f"{', '.join([*METHODS, *sorted(own_drafters().names)])}")
+    if isinstance(given.get("ahead"), bool):
+        given["ahead"] = (16 if str(given.get("device")).startswith("cuda") else 4) * given["ahead"]
     numbers = {ours: given[theirs] for theirs, ours in _NUMBERS.items() if given.get(theirs) is not None}
     rule, thinking = given.get("rejection_sample_method") or "strict", given.get("use_relaxed_acceptance_for_thinking")
     if rule not in _RULES or (rule == "synthetic") != ("synthetic" in numbers):
@@ -169,7 +174,7 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
         # As SGLang counts them, with the token before the drafts.
         numbers["nodes"] -= 1
     found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive", parallel=parallel,
-                        rejection=_RULES[rule])
+                        rejection=_RULES[rule], device=str(given.get("device") or ""))
     return _checked(dataclasses.replace(found, **numbers))
 
 
@@ -210,6 +215,9 @@ def _checked(found: Speculation) -> Speculation:
     elif found.nodes:
         raise ConfigError("speculative_num_draft_tokens is for trees: set speculative_eagle_topk, or num_speculative_tokens "
                           "alone")
+    if bool(found.ahead) != bool(found.device) or not 0 <= found.ahead <= 64:
+        raise ConfigError(f"speculative_config: ahead is {found.ahead} and device {found.device!r}; they belong together: a "
+                          "draft model drafts ahead for 1 to 64 outcomes on a device of its own, cpu or cuda:N")
     if found.relaxed and found.rejection:
         raise ConfigError("use_relaxed_acceptance_for_thinking needs rejection_sample_method strict; leave one of them out")
     if found.layers < 0 or (found.layers and method != "layer_skip"):

@@ -267,6 +267,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Segments that had drafted tokens."""
     accepted_by_place: list[int] = []
     """Number of times that the first, second, ... draft of a segment was kept."""
+    ahead_hits: int = 0
+    ahead_tries: int = 0
+    """`core/plan.py::StepResult.ahead`"""
     expert_picks: list[list[int]] = []
     """Of each layer with experts, how often each was picked."""
     expert_hits: int = 0

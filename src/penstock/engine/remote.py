@@ -48,7 +48,7 @@ class RemoteRank:
         self.name = name
         self._outbox, self._inbox = child.bound(context, address)
         self._decode: Callable[[bytes], Said] = decoder(Said)
-        self._results: deque[StepResult] = deque()
+        self.results: deque[StepResult] = deque()
         self.drafts: deque[Ints] = deque()
         self.answers: deque[msgspec.Raw | Failed] = deque()
         """Results of calls, or why they failed."""
@@ -72,14 +72,6 @@ class RemoteRank:
                 self.listen(_POLL_MS)
                 self.look()
 
-    # -- steps
-
-    def take(self) -> StepResult | None:
-        """The oldest result that has arrived."""
-        return self._results.popleft() if self._results else None
-
-    # -- life
-
     def listen(self, timeout: int) -> None:
         """Takes in all messages that are there; waits for one for up to `timeout` milliseconds."""
         if not self._inbox.poll(timeout):
@@ -91,7 +83,7 @@ class RemoteRank:
                 return
             self._heard = time.monotonic()
             if isinstance(message, Stepped):
-                self._results.append(message.result)
+                self.results.append(message.result)
             elif isinstance(message, Drafted):
                 self.drafts.append(message.tokens)
             elif isinstance(message, Answer):
@@ -298,8 +290,9 @@ class _RemoteStep:
         if self._result is None:
             for i, rank in enumerate(self._group.ranks):
                 while self._found[i] is None:
-                    self._found[i] = rank.take()
-                    if self._found[i] is None:
+                    if rank.results:
+                        self._found[i] = rank.results.popleft()
+                    else:
                         # Any rank may be the one that this one waits for.
                         self._group.look(rank)
             self._result = self._group.agree([one for one in self._found if one is not None])

@@ -166,23 +166,23 @@ class Processes(Group):
     def begin_exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> Callable[[], torch.Tensor]:
         found = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
         size = x.shape[1] * x.element_size()
-        work = self._exchange(_bytes(found), _bytes(x.contiguous()), [count * size for count in received],
+        work = self._exchange(as_bytes(found), as_bytes(x.contiguous()), [count * size for count in received],
                               [count * size for count in sent], group=self._group, async_op=True)
         return lambda: (work.wait(), found)[1]
 
     def _gathered(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         """[size, *x.shape], by the library. `later`: a call waits for it."""
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        # As bytes: gloo does not know every type.
-        work = self._gather(_bytes(found), _bytes(x.contiguous()), group=self._group, async_op=later)
+        work = self._gather(as_bytes(found), as_bytes(x.contiguous()), group=self._group, async_op=later)
         return lambda: (work and work.wait(), found)[1]
 
     def _exchanged(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         """[size, ...] -> [size, ...]: this rank's part of every rank's x, by the library."""
         found = torch.empty_like(x, memory_format=torch.contiguous_format)
-        work = self._exchange(_bytes(found), _bytes(x.contiguous()), group=self._group, async_op=later)
+        work = self._exchange(as_bytes(found), as_bytes(x.contiguous()), group=self._group, async_op=later)
         return lambda: (work and work.wait(), found)[1]
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """gloo does not know every type."""
     return x.view(-1).view(torch.uint8)

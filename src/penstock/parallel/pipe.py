@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.parallel.axis import Place
-from penstock.parallel.group import subgroup
+from penstock.parallel.group import as_bytes, subgroup
 
 
 class Pipe:
@@ -58,22 +58,17 @@ class Pipe:
 
     def receive(self, out: torch.Tensor) -> None:
         """From the previous stage, in its order of sending."""
-        self._irecv(_bytes(out), self._before, group=self._previous).wait()
+        self._irecv(as_bytes(out), self._before, group=self._previous).wait()
 
     def send_back(self, tokens: torch.Tensor) -> None:
         """From the last stage to the first."""
         self._post(tokens, self._first, self._back)
 
     def receive_back(self, out: torch.Tensor) -> None:
-        self._irecv(_bytes(out), self._last, group=self._back).wait()
+        self._irecv(as_bytes(out), self._last, group=self._back).wait()
 
     def _post(self, x: torch.Tensor, to: int, group: Any) -> None:
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
-        flat = _bytes(x.contiguous())
+        flat = as_bytes(x.contiguous())
         self._sent.append((self._isend(flat, to, group=group), flat))
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """gloo does not know every type."""
-    return x.view(-1).view(torch.uint8)

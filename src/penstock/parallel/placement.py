@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 Held = tuple[tuple[int, ...], ...]
 """[rank][slot] the expert there; -1: none."""
 
@@ -110,7 +112,7 @@ def _copy(held: Held, counts: Sequence[float], loads: list[float], each: list[fl
             continue
         slot = min(spare, key=lambda slot: each[held[rank][slot]] if held[rank][slot] >= 0 else -1.0)
         moves = [Move(rank, slot, expert, hot, held[hot].index(expert))]
-        if _better(held, moves, counts):
+        if _peak(moved(held, moves), counts) < _peak(held, counts) - _GAIN * sum(counts) / len(held):
             return moves
     return None
 
@@ -118,21 +120,17 @@ def _copy(held: Held, counts: Sequence[float], loads: list[float], each: list[fl
 def _exchange(held: Held, loads: list[float], each: list[float], hot: int) -> list[Move] | None:
     """The exchange between the hot rank and another after which the larger load of both is smallest."""
     best: tuple[float, list[Move]] | None = None
+    load, mine = np.array([*each, np.nan]), np.array(held[hot])
     for rank, line in enumerate(held):
         if rank == hot:
             continue
-        for slot, one in enumerate(held[hot]):
-            for place, other in enumerate(line):
-                if one < 0 or other < 0 or one in line or other in held[hot] or each[one] <= each[other]:
-                    continue
-                gain = each[one] - each[other]
-                peak = max(loads[hot] - gain, loads[rank] + gain)
-                if best is None or peak < best[0]:
-                    best = peak, _swap(held, (hot, slot), (rank, place))
+        theirs = np.array(line)
+        gain = load[mine][:, None] - load[theirs]
+        # Empty slots compare as nothing, and replicas stay apart.
+        possible = (gain > 0) & ~np.isin(mine, theirs)[:, None] & ~np.isin(theirs, mine)
+        peak = np.where(possible, np.maximum(loads[hot] - gain, loads[rank] + gain), np.inf)
+        slot, place = np.unravel_index(int(peak.argmin()), peak.shape)
+        if best is None or peak[slot, place] < best[0]:
+            best = float(peak[slot, place]), _swap(held, (hot, int(slot)), (rank, int(place)))
     mean = sum(loads) / len(loads)
     return best[1] if best is not None and best[0] < loads[hot] - _GAIN * mean else None
-
-
-def _better(held: Held, moves: list[Move], counts: Sequence[float]) -> bool:
-    mean = sum(counts) / len(held)
-    return _peak(moved(held, moves), counts) < _peak(held, counts) - _GAIN * mean

@@ -249,6 +249,7 @@ class Scheduler:
                     self.drafts.follow(sequence)
         decoded = step.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
+        self.stats.ahead_hits, self.stats.ahead_tries = result.ahead
         if result.picks is not None:
             self.stats.expert_picks, self.stats.expert_hits = result.picks.tolist(), result.expert_hits
         self.cache.report(result.load_results, result.write_results)

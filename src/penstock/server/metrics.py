@@ -143,6 +143,8 @@ class EngineCollector(Collector):
             ("vllm:spec_decode_num_drafts", "Times that tokens were drafted for a sequence.", stats.drafts),
             ("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", stats.drafted_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.accepted_tokens),
+            ("penstock:spec_decode_ahead", "Verifications for whose outcomes it was drafted ahead.", stats.ahead_tries),
+            ("penstock:spec_decode_ahead_hits", "Of those, how many outcomes had drafts ready.", stats.ahead_hits),
             *((f"penstock:{name}", doc, getattr(stats, field)) for name, field, doc in GRAMMAR_COUNTERS),
         ):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)

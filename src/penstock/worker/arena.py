@@ -29,8 +29,9 @@ class Arena:
         # Not zeroed: on a CPU only pages that are used become resident.
         self._bytes = own_pages(layout.nbytes) if device.type == "cpu" else torch.empty(
             layout.nbytes, dtype=torch.uint8, device=device)
-        self._pages = [self._bytes.as_strided((layout.slabs * group.per_slab, group.page_bytes), (group.stride, 1))
+        self.pages = [self._bytes.as_strided((layout.slabs * group.per_slab, group.page_bytes), (group.stride, 1))
                        for group in layout.groups]
+        """By group [page, byte]."""
 
     def views(self, states: Sequence[StateSpec]) -> list[StateView]:
         """One view a state, in the order of the states: its fields by name, over all pages of its group."""
@@ -68,5 +69,5 @@ class Arena:
     def copy(self, moves: Sequence[Move]) -> None:
         """Performs page copies in order."""
         for move in moves:
-            pages = self._pages[move.group]
+            pages = self.pages[move.group]
             pages[move.target].copy_(pages[move.source])

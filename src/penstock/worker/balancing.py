@@ -1,12 +1,14 @@
-"""Moves experts between ranks, so that each has equal work: decided from how often they are picked, carried out between steps.
+"""Moves experts between ranks, so that each has equal work: decided from how often they are picked, made while steps run.
 
-All ranks see the same counts before the same plan, so they decide and move the same. Every step makes a few moves at most."""
+All ranks see the same counts at the same step, so they decide and move the same. In each step one decision is made at most, and
+one expert begins to come to a rank; the next step begins with it.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from penstock.layers.decoder import Decoder
@@ -14,11 +16,12 @@ from penstock.layers.experts import Experts
 from penstock.observe.log import LOG
 from penstock.parallel.group import Group
 from penstock.parallel.placement import Move, balancing, exchanges, moved, round_robin
+from penstock.worker.staging import Arriving
 
-_MOVES = 4
-"""The most moves of one step."""
 _EACH = 8
 """The most moves of a layer after one look at the counts."""
+_LATER = 3
+"""Steps after which the counts of a look are read, when their copy to the host has long ended."""
 
 
 class Balancing:
@@ -30,48 +33,69 @@ class Balancing:
         self._group, self._interval, self._steps = group, interval, 0
         self._layers = [mixer for block in model.blocks for mixer in block.mixers
                         if isinstance(mixer, Experts) and mixer.held is not None]
-        self._seen = [0] * len(self._layers) * (self._layers[0].spec.routing.experts if self._layers else 0)
-        self._waiting: deque[tuple[Experts, list[Move]]] = deque()
-        for layer in self._layers if spread else ():
-            assert layer.held is not None
-            wanted = round_robin(layer.spec.routing.experts, group.size, layer.spec.slots)
-            for moves in exchanges(layer.held, wanted):
-                self._move(layer, moves)
+        self._seen: list[list[int]] | int = 0
+        self._looked: Arriving | None = None
+        self._planned: Iterator[tuple[Experts, list[Move]]] = self._spread() if spread else iter(())
+        self._arrive: Callable[[], None] | None = None
+        while self._advance():
+            pass
 
     def step(self) -> None:
         """Called before every step with segments."""
         self._steps += 1
-        for _ in range(min(_MOVES, len(self._waiting))):
-            self._move(*self._waiting.popleft())
-        if self._interval and not self._waiting and self._steps % self._interval == 0 and self._layers:
-            self._decide()
+        after = self._steps % self._interval if self._interval and self._layers else -1
+        if after == 0 and self._looked is None:
+            self._looked = Arriving(self._group.gather(torch.stack([layer.counts for layer in self._layers])).sum(0))
+        elif not self._advance() and self._looked is not None and after >= min(_LATER, self._interval - 1):
+            counts, self._looked = self._looked.numpy().tolist(), None
+            self._seen, self._planned = counts, self._decided((np.array(counts) - self._seen).tolist())
 
-    def _decide(self) -> None:
-        counts = self._group.gather(torch.stack([layer.counts for layer in self._layers])).sum(0).flatten().tolist()
-        news = [now - before for now, before in zip(counts, self._seen, strict=True)]
-        self._seen = counts
-        size = len(news) // len(self._layers)
-        for i, layer in enumerate(self._layers):
+    def _spread(self) -> Iterator[tuple[Experts, list[Move]]]:
+        for layer in self._layers:
             assert layer.held is not None
-            self._waiting += [(layer, moves) for moves in balancing(layer.held, news[i * size:(i + 1) * size], _EACH)]
-        if self._waiting:
-            LOG.info("experts are balanced: %d moves in %d layers", len(self._waiting), len(self._layers))
+            wanted = round_robin(layer.spec.routing.experts, self._group.size, layer.spec.slots)
+            yield from ((layer, moves) for moves in exchanges(layer.held, wanted))
 
-    def _move(self, layer: Experts, moves: Sequence[Move]) -> None:
-        """Makes moves at once: no source is overwritten before it is read."""
-        rank, found = self._group.rank, dict[Move, torch.Tensor]()
-        if any(move.rank != move.source for move in moves):
-            mine = next((move.source_slot for move in moves if move.source == rank), 0)
-            everyones = self._group.gather(torch.cat(_memory(layer, mine)))
-            found = {move: everyones[move.source] for move in moves if move.rank == rank}
-        else:
-            found = {move: torch.cat(_memory(layer, move.source_slot)) for move in moves if move.rank == rank}
-        for move, values in found.items():
-            memory = _memory(layer, move.slot)
-            for part, now in zip(memory, values.split([len(part) for part in memory]), strict=True):
-                part.copy_(now)
-        assert layer.held is not None
-        layer.hold(moved(layer.held, moves))
+    def _decided(self, news: Sequence[Sequence[int]]) -> Iterator[tuple[Experts, list[Move]]]:
+        """Decides as it is asked, so that no step waits for the decisions about all layers."""
+        total = 0
+        for layer, counts in zip(self._layers, news, strict=True):
+            assert layer.held is not None
+            for moves in balancing(layer.held, counts, _EACH):
+                total += 1
+                yield layer, moves
+        if total:
+            LOG.info("experts are balanced: %d moves in %d layers", total, len(self._layers))
+
+    def _advance(self) -> bool:
+        """Makes the moves whose experts were on their way, and sends those of the next. Returns whether there are any."""
+        if self._arrive is not None:
+            self._arrive()
+        found = next(self._planned, None)
+        self._arrive = None if found is None else self._begin(*found)
+        return found is not None
+
+    def _begin(self, layer: Experts, moves: Sequence[Move]) -> Callable[[], None]:
+        """Begins moves that are made at once; the call makes them."""
+        group, rank, ranks = self._group, self._group.rank, range(self._group.size)
+        own = _memory(layer, next((move.source_slot for move in moves if move.source == rank), 0))
+        size = sum(map(len, own))
+        sent = [size * sum(move.source == rank != move.rank == other for move in moves) for other in ranks]
+        received = [size * sum(move.rank == rank != move.source == other for move in moves) for other in ranks]
+        values = {move: torch.cat(_memory(layer, move.source_slot)) for move in moves if move.rank == move.source == rank}
+        coming = group.begin_exchange(torch.cat(own)[:sum(sent), None], sent, received)
+
+        def arrive() -> None:
+            came = coming()[:, 0]
+            for move in moves:
+                if move.rank == rank:
+                    memory = _memory(layer, move.slot)
+                    for part, now in zip(memory, values.get(move, came).split([len(part) for part in memory]), strict=True):
+                        part.copy_(now)
+            assert layer.held is not None
+            layer.hold(moved(layer.held, moves))
+
+        return arrive
 
 
 def _memory(layer: Experts, slot: int) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ A step that is planned while the one before still runs does not know that one's 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,7 +109,7 @@ class Host:
             self.draw(logits, row, position)
 
 
-class LoadedDrafter(ABC):
+class LoadedDrafter:
     """A drafter's weights, loaded before the cache is planned. Each file in `drafters/` has one."""
 
     follows = False
@@ -118,15 +117,18 @@ class LoadedDrafter(ABC):
     acceptance: Acceptance = STRICT
     """The rule by which its drafts are kept."""
 
-    def __init__(self, model: Decoder | None = None) -> None:
+    def __init__(self, model: Decoder | None = None, drafter: Callable[[Host], Drafter] | None = None) -> None:
+        """`drafter`: makes one that has neither weights nor states."""
+        self._drafter = drafter
         self.model = model
         """The model that drafts, if there is one: its steps take memory and kernels like the target's."""
         self.states: list[StateSpec] = [] if model is None else model.states
         """Its cache states, which share the target's pages."""
 
-    @abstractmethod
     def start(self, host: Host) -> Drafter:
         """Its drafter on the rows of a worker."""
+        assert self._drafter is not None
+        return self._drafter(host)
 
     def attached(self, host: Host) -> Decoder:
         """Its model, in the host's arena."""
@@ -143,6 +145,9 @@ class LoadedDrafter(ABC):
 
 class Drafter(Protocol):
     """Writes draft tokens. `scheduler/drafting.py::DraftPolicy` decides how many, and `verify.py` verifies them."""
+
+    counted: tuple[int, int] = (0, 0)
+    """Of one that drafts ahead: outcomes for which it had drafts, and all."""
 
     def propose(self, drafting: Drafting) -> None:
         """Enqueues the kernels that compute and write the drafts, without synchronising the device. Called before each step's

@@ -21,6 +21,7 @@ import torch
 from penstock.core.plan import Ints
 from penstock.layers.decoder import Decoder
 from penstock.ops.sample import Feature, SampleOps
+from penstock.worker.borders import border
 from penstock.worker.rows import Rows
 from penstock.worker.scoring import Scores
 from penstock.worker.staging import Outbox, Staging, to_host
@@ -157,11 +158,14 @@ class Sampler:
             return Sampled(self._choose(logits, lines.row, lines.position, None, out, None), None)
         if self._model is not None:
             group = self._model.group
-            few = masks is None and not whole and not every & _BEYOND and self._rows.parameters.narrow(lines.rows, _BEST)
-            if group is not None and few:
-                best = group.gather(logits.topk(min(_BEST, logits.shape[1])).values).transpose(0, 1).flatten(1)
-                border = self._ops.threshold(best.contiguous(), self._rows.parameters.table, lines.row)
-                return Sampled(self._choose(logits, lines.row, lines.position, border, out, None), None)
+            if group is not None and masks is None and not whole and not every & _BEYOND:
+                table = self._rows.parameters.table
+                if self._rows.parameters.narrow(lines.rows, _BEST):
+                    best = group.gather(logits.topk(min(_BEST, logits.shape[1])).values).transpose(0, 1).flatten(1)
+                    least = self._ops.threshold(best.contiguous(), table, lines.row)
+                else:
+                    least = border(logits, table, lines.row, group)
+                return Sampled(self._choose(logits, lines.row, lines.position, least, out, None), None)
             logits = self._model.whole(logits)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
         edited, penalized, asking = self._bring(picks)

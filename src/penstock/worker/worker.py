@@ -93,8 +93,8 @@ class Launched:
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
                  choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None,
                  picks: Callable[[StepResult], None] | None = None) -> None:
-        """`choose` enqueues the second launch; None if `chosen` holds its outputs. `picks` adds the experts' counts to a
-        result, now and then."""
+        """`choose` enqueues the second launch; None if `chosen` holds its outputs. `picks` adds counts to a
+        result."""
         self._plan = plan
         self._interval = interval
         self._movers = movers
@@ -257,7 +257,10 @@ class Worker:
         self.stream.synchronize()
 
     def _picks(self, result: StepResult) -> None:
-        """Adds the experts' counts, if the model has experts and some time has passed. The copy waits for the device."""
+        """Adds the drafter's counts, and the experts', if the model has experts and some time has passed: that copy waits for
+        the device."""
+        if self.drafter is not None:
+            result.ahead = self.drafter.counted
         now = time.monotonic()
         if now < self._picks_due:
             return

@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.worker.drafters.model import DraftModel, lag
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
+from penstock.worker.drafting import Drafting
 
 
 def check(target: ModelSpec, layers: int) -> int:
@@ -29,18 +29,7 @@ def check(target: ModelSpec, layers: int) -> int:
     return layers or max(1, count // 4)
 
 
-class LoadedLayers(LoadedDrafter):
-    """Has neither weights nor states of its own."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self._layers = layers
-
-    def start(self, host: Host) -> Drafter:
-        return Layers(_first(host.model, self._layers), host)
-
-
-def _first(model: Decoder, layers: int) -> Decoder:
+def first(model: Decoder, layers: int) -> Decoder:
     """A model of another's first layers, which shares everything with it."""
     found = copy(model)
     found.blocks = model.blocks[:layers]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
@@ -17,18 +20,22 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models import draft_heads
 from penstock.models.draft_heads import BlockHead, DraftHead
+from penstock.ops import registry
+from penstock.ops.registry import Kernels
 from penstock.parallel.axis import Place
 from penstock.parallel.group import Group
+from penstock.platform.facts import detect, device_name
 from penstock.worker.drafters import layers, medusa
+from penstock.worker.drafters.ahead import LoadedAhead
 from penstock.worker.drafters.block import LoadedBlock
 from penstock.worker.drafters.head import LoadedHead
-from penstock.worker.drafters.layers import LoadedLayers
-from penstock.worker.drafters.lookahead import LoadedLookahead
+from penstock.worker.drafters.layers import Layers
+from penstock.worker.drafters.lookahead import Lookahead
 from penstock.worker.drafters.model import LoadedDraftModel, lag
-from penstock.worker.drafters.ngram import LoadedNGram
-from penstock.worker.drafters.suffix import LoadedSuffix
+from penstock.worker.drafters.ngram import NGram
+from penstock.worker.drafters.suffix import Suffix
 from penstock.worker.drafters.translation import Translation, translation
-from penstock.worker.drafting import LoadedDrafter
+from penstock.worker.drafting import Drafter, Host, LoadedDrafter
 from penstock.worker.verify import Acceptance
 
 
@@ -41,7 +48,7 @@ class Found:
     folder: Path | None = None
     config: Mapping[str, Any] | None = None
     spec: ModelSpec | None = None
-    """Of the draft model or head, if there is one."""
+    """Of the draft model or head, if there is one on the target's device."""
     head: DraftHead | None = None
     mask: int | None = None
     """The token in whose place a draft model predicts one, if it drafts all tokens in one pass."""
@@ -56,6 +63,10 @@ def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: 
     found = _survey(asked, folder, config, target, max_model_len, dummy)
     if asked.tree is not None:
         _check_tree(found, target)
+    if asked.ahead and (found.asked.method != "draft_model" or found.mask is not None or asked.rejection or asked.tree):
+        raise ConfigError("speculative_config: ahead is possible with a draft model that drafts chains one token after another "
+                          "and rejection_sample_method strict or synthetic: heads read the target's states, other rules the "
+                          f"drafts' distributions. {asked.model} drafts as {found.asked.method}. Leave ahead and device out")
     return found
 
 
@@ -127,7 +138,8 @@ def _of_model(asked: Speculation, own: Path, folder: Path, config: Mapping[str, 
     if not lag(spec.states("float32")):
         raise ConfigError(f"the draft model {asked.model} keeps states that cannot go back by a few tokens (recurrent, "
                           "chunked, or very short windows); possible are models with full attention or sliding windows")
-    return Found(replace(asked, method="draft_model"), folder, config, spec, mask=mask, translation=other)
+    return Found(replace(asked, method="draft_model"), folder, config, None if asked.ahead else spec, mask=mask,
+                 translation=other)
 
 
 def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
@@ -152,11 +164,30 @@ def _load(found: Found, target: Decoder, room: int, place: Place, group: Group |
     if found.asked.method == "medusa":
         assert found.folder is not None
         return medusa.LoadedMedusa(found.folder, target.spec, how["dtype"], how["device"])
-    if found.asked.method == "layer_skip":
-        return LoadedLayers(found.asked.layers)
-    if found.asked.method == "lookahead":
-        return LoadedLookahead(1, found.asked.longest, found.asked.tokens)
-    if found.config is None:
-        lookup = LoadedSuffix if found.asked.method == "suffix" else LoadedNGram
-        return lookup(found.asked.shortest, found.asked.longest)
+    asked = found.asked
+    weightless: dict[str, Callable[[Host], Drafter]] = {
+        "layer_skip": lambda host: Layers(layers.first(host.model, asked.layers), host),
+        "lookahead": lambda host: Lookahead(1, asked.longest, asked.tokens, host),
+        "suffix": lambda host: Suffix(asked.shortest, asked.longest, host),
+        "ngram": lambda _: NGram(asked.shortest, asked.longest)}
+    if asked.method in weightless:
+        return LoadedDrafter(drafter=weightless[asked.method])
+    assert found.folder is not None and found.config is not None
+    if asked.ahead:
+        return _load_ahead(found, found.folder, found.config, **how)
     return LoadedDraftModel(models.load(found.folder, dict(found.config), **how), found.mask, found.translation)
+
+
+def _load_ahead(found: Found, folder: Path, config: Mapping[str, Any], device: torch.device, kernels: Kernels,
+                dtype: torch.dtype, **how: Any) -> LoadedDrafter:
+    asked, facts = found.asked, detect(found.asked.device)
+    own = torch.device(device_name(asked.device, facts))
+    if own == device and facts.kind != "cpu":
+        raise ConfigError(f"speculative_config: device is {own}, on which the model itself runs; give the draft model another "
+                          "one, or cpu, or leave ahead and device out")
+    if own.type != device.type:
+        kernels = registry.bind(facts, dtype)
+    with torch.cuda.device(own) if own.type == "cuda" else nullcontext():
+        kernels.attention.warm_up(own)
+        model = models.load(folder, dict(config), device=own, kernels=kernels, dtype=dtype, **how)
+    return LoadedAhead(model, found.translation, asked)

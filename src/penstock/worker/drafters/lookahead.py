@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.worker.drafters.ngram import NGram
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
+from penstock.worker.drafting import Drafting, Host
 from penstock.worker.staging import upload
 
 _STEPS = 64
@@ -55,14 +55,3 @@ class Lookahead(NGram):
     def beside(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._pool[row.long()]
         return pool, pool >= 0
-
-
-class LoadedLookahead(LoadedDrafter):
-    """Has neither weights nor states."""
-
-    def __init__(self, shortest: int, longest: int, most: int) -> None:
-        super().__init__()
-        self._numbers = shortest, longest, most
-
-    def start(self, host: Host) -> Drafter:
-        return Lookahead(*self._numbers, host)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from penstock.core.plan import Ints
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
+from penstock.worker.drafting import Drafter, Drafting
 from penstock.worker.staging import upload
 
 _CELLS = 1 << 20
@@ -79,14 +79,3 @@ class NGram(Drafter):
         """The continuation [D, C] of continuations [D, voters, C] of places that agree in so many tokens [D, voters], the best
         first; -1 in `agreed`: there is no such place."""
         return found[:, 0]
-
-
-class LoadedNGram(LoadedDrafter):
-    """Has neither weights nor states."""
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        super().__init__()
-        self._drafter = NGram(shortest, longest)
-
-    def start(self, host: Host) -> Drafter:  # noqa: ARG002
-        return self._drafter

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from penstock.worker.drafters.ngram import NGram
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
+from penstock.worker.drafting import Drafting, Host
 
 _STORED = 1 << 15
 """Tokens of earlier outputs."""
@@ -67,14 +67,3 @@ class Suffix(NGram):
 
     def beside(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._ring.expand(len(row), -1), self._owners[None] == self._owner[row.long()][:, None]
-
-
-class LoadedSuffix(LoadedDrafter):
-    """Has neither weights nor states."""
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        super().__init__()
-        self._lengths = shortest, longest
-
-    def start(self, host: Host) -> Drafter:
-        return Suffix(*self._lengths, host)
