@@ -22,7 +22,7 @@ from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, LATE, LATE_SECONDS,
 from tests.system.fakes import NAME as FAKE
 from tests.system.served import Served, error_of, served
 
-CANCELLED = int(os.environ.get("PENSTOCK_TEST_CANCELLED", "500"))
+CANCELLED = int(os.environ.get("PENSTOCK_TEST_CANCELLED", "250"))
 """Requests of the cancellation test; a tenth of them more go before, to warm up."""
 
 
@@ -50,7 +50,7 @@ def events_of(answer: httpx.Response) -> list[Any]:
 
 
 def test_random_cancellations_leave_nothing() -> None:
-    """500 requests, whole and streaming, many given up at a random moment: rows and pages are back, memory does not grow."""
+    """Requests whole and streaming, many given up at a random moment: rows and pages are back, memory does not grow."""
     # A cache so small that the first requests fill it: what finished requests leave there is not growth.
     with served(need(MODELS / "stories260k"), "--kv-cache-memory-bytes", "4M") as server:
         asyncio.run(send_and_give_up(server, CANCELLED // 5, seed=1))

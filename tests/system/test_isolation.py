@@ -15,8 +15,9 @@ from tests.system.served import Served, served
 LENGTH = 440
 """Tokens of a prompt. Computing it takes several times as long as finding it."""
 
-ROUNDS = 600
-"""With half of them positive, the AUC of an attacker who learns nothing is 0.5 with a standard deviation of 0.024."""
+PROBES = [(200, 0.58), pytest.param(600, 0.55, marks=pytest.mark.exhaustive)]
+"""Rounds, and the most that the AUC may be. With half of the rounds positive, an attacker who learns nothing has 0.5 with a
+standard deviation of 0.041 and 0.024; one who learns has more than 0.9."""
 
 
 def auc(hits: list[float], misses: list[float]) -> float:
@@ -87,16 +88,17 @@ def test_without_isolation_the_attack_works() -> None:
 
 @pytest.mark.serial
 @pytest.mark.slow
-def test_with_isolation_nothing_is_learnt() -> None:
+@pytest.mark.parametrize(("rounds", "most"), PROBES)
+def test_with_isolation_nothing_is_learnt(rounds: int, most: float) -> None:
     with served(need(MODELS / "stories260k"), *KEYS) as server:
         attack = Attack(server, 2)
         assert attack.reuse(30) >= 0.95
         assert attack.reuse(10, cache_salt="a session") >= 0.95
         # By chance alone the first is above the bound once in 50 times; a leak is there both times.
-        results = [attack.probe(ROUNDS)]
-        if results[0][0] > 0.55:
-            results.append(attack.probe(ROUNDS))
-        assert min(by_time for by_time, _ in results) <= 0.55, results
+        results = [attack.probe(rounds)]
+        if results[0][0] > most:
+            results.append(attack.probe(rounds))
+        assert min(by_time for by_time, _ in results) <= most, results
         assert all(by_count == 0.5 for _, by_count in results)
 
 
