@@ -15,7 +15,7 @@ from tests.ops.kernels import close, random
 from tests.ops.test_coded_triton import ROUNDED, name, packed
 
 SHAPES = [(1, 64), (3, 33), (5, 288), (2, 1000), (1, 4096), (1100, 64)]
-"""The last has rows that share a program; the others have one each."""
+"""Rows of up to 512 columns share a program."""
 
 
 def matrix(rows: int, width: int, dtype: torch.dtype, seed: int, gap: int = 0) -> torch.Tensor:
