@@ -269,7 +269,7 @@ def test_the_largest_scale_of_inputs_serves_a_joined_matrix(tmp_path: Path) -> N
     save_file(tensors, tmp_path / "model.safetensors")
     model = load(tmp_path, read_config(tmp_path), dtype=torch.float32, device=torch.device("cpu"), max_model_len=64,
                  kernels=bind(detect("cpu"), torch.float32))
-    scales = [float(linear.weight.parts["input_scale"]) for linear in model.linears if "attention.qkv" in linear.path]
+    scales = [float(linear.weight.fixed) for linear in model.linears if "attention.qkv" in linear.path]
     assert scales == pytest.approx([0.05, 0.09])
 
 

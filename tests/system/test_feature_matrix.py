@@ -51,7 +51,7 @@ FEATURES: dict[str, Feature] = {
                       lambda answer: first(answer)["finish_reason"] == "length" or bool(
                           first(answer)["message"]["tool_calls"])),
     "reasoning": Feature({"reasoning_effort": "low", "include_reasoning": False}, ("reasoning",),
-                         lambda answer: "reasoning" not in first(answer)["message"]),
+                         lambda answer: not first(answer)["message"].get("reasoning")),
     "stop": Feature({"stop": ["cat"]}, ("stop",), lambda answer: "cat" not in (first(answer)["message"]["content"] or "")),
     "seed": Feature({"seed": 7, "temperature": 1.0}, ("seed", "temperature")),
     "penalties": Feature({"presence_penalty": 0.5, "repetition_penalty": 1.1}, ("penalty",)),

@@ -164,9 +164,9 @@ def test_every_way_of_choosing(params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("params", "gathered"), [
-    ({"top_k": 12}, False), ({"top_k": 128, "top_p": 0.5}, False), ({"min_p": 0.1}, False), ({"top_k": 129}, True),
-    ({"top_p": 0.9}, True)], ids=str)
-def test_filters_that_few_logits_decide_gather_no_logits(params: dict[str, Any], gathered: bool) -> None:
+    ({"top_k": 12}, False), ({"top_k": 128, "top_p": 0.5}, False), ({"min_p": 0.1}, False), ({"top_k": 129}, False),
+    ({"top_p": 0.9}, False), ({"repetition_penalty": 1.2}, True)], ids=str)
+def test_filters_gather_no_logits(params: dict[str, Any], gathered: bool) -> None:
     seen: list[int] = []
     whole = Decoder.whole
     with pytest.MonkeyPatch.context() as patch:

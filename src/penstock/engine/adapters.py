@@ -216,6 +216,8 @@ class Adapters:
     def admit(self) -> None:
         """Passes on requests whose adapter has been read, and begins to read the next ones. Waits briefly if there is nothing
         else to do."""
+        if not self._coming and not self._waiting:
+            return
         if self._coming and not self._scheduler.busy:
             wait(self._coming.values(), _WAIT_SECONDS, FIRST_COMPLETED)
         for name in [name for name, found in self._coming.items() if found.done()]:

@@ -116,6 +116,8 @@ class LoadedDrafter:
     """Whether its drafter's `follow` is called."""
     acceptance: Acceptance = STRICT
     """The rule by which its drafts are kept."""
+    counted: tuple[int, int] = (0, 0)
+    """Of one that drafts ahead: outcomes for which it had drafts, and all."""
 
     def __init__(self, model: Decoder | None = None, drafter: Callable[[Host], Drafter] | None = None) -> None:
         """`drafter`: makes one that has neither weights nor states."""
@@ -145,9 +147,6 @@ class LoadedDrafter:
 
 class Drafter(Protocol):
     """Writes draft tokens. `scheduler/drafting.py::DraftPolicy` decides how many, and `verify.py` verifies them."""
-
-    counted: tuple[int, int] = (0, 0)
-    """Of one that drafts ahead: outcomes for which it had drafts, and all."""
 
     def propose(self, drafting: Drafting) -> None:
         """Enqueues the kernels that compute and write the drafts, without synchronising the device. Called before each step's

@@ -153,7 +153,8 @@ class StepBuilder:
         if reach is not None:
             context = context + reach
         if not self._captured:
-            self._library = self.library_spans(plan, context)
+            decodes = bucket.tokens == bucket.segments
+            self._library = [[]] * len(self._works) if decodes else self.library_spans(plan, context)
             self._few = bool(((counts > 0) & (counts <= FEW)).any())
         shared = self._rows.sharing.of(plan) if self._rows.sharing is not None else None
         prepared = [self._divide(place, plan, context, bucket, shared if shares else None)

@@ -259,8 +259,8 @@ class Worker:
     def _picks(self, result: StepResult) -> None:
         """Adds the drafter's counts, and the experts', if the model has experts and some time has passed: that copy waits for
         the device."""
-        if self.drafter is not None:
-            result.ahead = self.drafter.counted
+        if self._loaded_drafter is not None:
+            result.ahead = self._loaded_drafter.counted
         now = time.monotonic()
         if now < self._picks_due:
             return

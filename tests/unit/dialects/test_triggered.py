@@ -16,9 +16,10 @@ from penstock.dialects.writing import structure, triggered, write
 from penstock.grammar.definition import _bytes_tokenizer, limits, node_grammar
 from tests.unit.grammar.answers import judge
 
-TOOLS = Tools([{"type": "function", "function": {"name": "look", "parameters": {
+GIVEN = [{"type": "function", "function": {"name": "look", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"],
-    "additionalProperties": False}}}])
+    "additionalProperties": False}}}]
+TOOLS = Tools(GIVEN)
 HELD = sorted(name for name, dialect in dialects().items() if triggered(dialect, TOOLS, True) is not None)
 
 
@@ -78,7 +79,7 @@ def test_calls_that_begin_like_text(name: str) -> None:
     for text in (good.replace("look", "hook"), good.replace("city", "town"), good + " And now?"):
         assert not accepts(dialect, text, ()), text
     for text in (good.replace("look", "hook"), "Let me see. " + good, "\n" + good):
-        parser = Parser(dialect, TOOLS.given)
+        parser = Parser(dialect, GIVEN)
         parser.push(text)
         parser.finish()
         # Text is never read as a call that was not held to its schema.
@@ -91,7 +92,7 @@ def test_calls_that_begin_like_text(name: str) -> None:
     ("xlam", 'So: [{"name": "look", "arguments": {}}]'), ("gemma3", "So:\n```tool_code\nlook(n=1)\n```")])
 def test_other_ways_to_call_are_closed(name: str, text: str) -> None:
     dialect = dialects()[name]
-    parser = Parser(dialect, TOOLS.given)
+    parser = Parser(dialect, GIVEN)
     parser.push(text)
     parser.finish()
     assert parser.message().calls or parser.malformed

@@ -182,7 +182,7 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
     honoured."""
     model = state.admit(body.model)
     check(body)
-    prompt = await render(state.llm, body, state.options.trust_request_chat_template, http.scope["body_bytes"])
+    prompt = await render(state, http, body)
     note_ignored(http, ignored(choose(state.llm.template, body.chat_template, True), body))
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 
 from penstock.core.errors import RequestError
-from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.rendering import Conversation
 from penstock.engine.retention import Marked
 from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
@@ -26,21 +25,21 @@ _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 """Names that `ChatTemplate.render` has a meaning of its own for."""
 
 
-async def render(llm: AsyncLLM, body: Templated, trust_template: bool, size: int) -> Marked:
-    """Renders the conversation with the model's template, with its cache_control marks; `size` is the body's. RequestError if
-    there is no template, or it refuses."""
-    template = choose(llm.template, body.chat_template, trust_template)
+async def render(state: State, http: Request, body: Templated) -> Marked:
+    """Renders the conversation with the model's template, with its cache_control marks. RequestError if there is no template,
+    or it refuses."""
+    template = choose(state.llm.template, body.chat_template, state.options.trust_request_chat_template)
     # Tools that tool_choice rules out are not shown to the model.
     tools = offered(body) or None
     opening = body.add_generation_prompt if body.add_generation_prompt is not None else not body.continue_final_message
     how = {"add_generation_prompt": opening, "documents": body.documents,
            "continue_final_message": bool(body.continue_final_message), **_variables(template, body)}
-    return await llm.render(Conversation(body.messages or [], tools, body.chat_template, how), size)
+    return await state.llm.render(Conversation(body.messages or [], tools, body.chat_template, how), http.scope["body_bytes"])
 
 
 async def count_tokens(state: State, http: Request, body: ChatRequest, param: str = "prompt") -> int:
     """The number of tokens of a conversation's prompt. RequestError, naming `param`, for one that is too long."""
-    text = (await render(state.llm, body, False, http.scope["body_bytes"])).text
+    text = (await render(state, http, body)).text
     tokenizer = state.llm.inputs.tokenizer
     assert tokenizer is not None, "there was a template"
     state.limits.check_text(len(text), state.llm.inputs.info.max_model_len, param)

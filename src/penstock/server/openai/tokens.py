@@ -45,7 +45,7 @@ class Tokens:
         if body.prompt is not None:
             text, special = body.prompt, body.add_special_tokens is not False
         else:
-            text = (await render(state.llm, body, state.options.trust_request_chat_template, http.scope["body_bytes"])).text
+            text = (await render(state, http, body)).text
             special = bool(body.add_special_tokens)
         info = state.llm.info
         longest = info.max_model_len if info else 0

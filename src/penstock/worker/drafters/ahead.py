@@ -118,7 +118,7 @@ class Ahead(DraftModel):
             self._stream.wait_stream(torch.cuda.default_stream(device))
         super().__init__(model, Host(host.model, rows, host.page, sampler, host.budget, (), capture), tokens)
         self._synthetic, self._luck = asked.synthetic, np.random.default_rng(0)
-        self._queue, self._sent = loaded.thread, deque[Future[Any]]()
+        self._loaded, self._queue, self._sent = loaded, loaded.thread, deque[Future[Any]]()
         self._bases, self._followed = list(range(count)), dict[int, _Followed]()
         self._told = np.zeros(len(host.rows.tokens), np.int32)
         """[the target's row] the number of tokens that the thread was told."""
@@ -163,7 +163,7 @@ class Ahead(DraftModel):
         for work, given in ((self._enter, Enter(0, [0, 0], 2, SamplingParams(), 0, [])), (self._answer, [(0, [0], self._most)]),
                             (self._draft_ahead, [0]), (self._forget, [0])):
             self._in_thread(work, given)
-        self.counted = (0, 0)
+        self._loaded.counted = (0, 0)
 
     def _enter(self, enter: Enter) -> None:
         if self._bases:
@@ -192,7 +192,7 @@ class Ahead(DraftModel):
         `asked`: (row, tokens, number of drafts)."""
         found: list[list[int]] = [[] for _ in asked]
         missed = []
-        hits, tries = self.counted
+        hits, tries = self._loaded.counted
         for at, (row, fresh, count) in enumerate(asked):
             one = self._followed.get(row)
             if one is None:
@@ -208,7 +208,7 @@ class Ahead(DraftModel):
             self._put([(one.base, one.length - len(fresh) + j, token) for j, token in enumerate(fresh + one.drafts)])
             if not one.drafts and one.length - one.read <= self._budget:
                 missed.append(at)
-        self.counted = hits, tries
+        self._loaded.counted = hits, tries
         if missed:
             ones = [self._followed[asked[at][0]] for at in missed]
             drafted = self._chains(*np.array([(one.base, one.length - 1, one.length - 1 - one.read, asked[at][2])
