@@ -104,6 +104,20 @@ def test_each_adapter_answers_as_the_model_it_was_merged_into(tmp_path: Path) ->
         assert llm.stats().cached_tokens > 0
 
 
+def test_several_choices_of_a_request_have_its_adapter(tmp_path: Path) -> None:
+    """Drawn at random, and with the base's choices beside them, they are those of the merged model."""
+    drawn = SamplingParams(temperature=0.8, seed=7, n=3, max_tokens=24)
+    found = []
+    for model, adapter in ((str(merged(PIRATE, tmp_path / "merged")), None), ("canary", LoRARequest("pirate", 1, str(PIRATE)))):
+        with LLM(**{**OPTIONS, "model": model, "enable_lora": adapter is not None}) as llm:
+            asked = QUESTIONS[:3] * 2
+            answered = llm.chat(asked, drawn, use_tqdm=False, lora_request=[adapter] * 3 + [None] * 3 if adapter else None)
+            found.append([[choice.token_ids for choice in one.outputs] for one in answered])
+    whole, mixed = found
+    assert mixed[:3] == whole[:3] and mixed[3:] != whole[3:]
+    assert any(len(set(map(tuple, choices))) > 1 for choices in mixed), "the choices were drawn apart"
+
+
 @pytest.mark.parametrize("options", sampled([
     {"kv_cache_memory_bytes": 3 << 20, "max_num_seqs": 6}, {"depth": 1, "block_size": 8}, {"speculate": "ngram"},
     {"speculative_model": str(ASSETS / "canary-draft"), "draft_policy": "fixed"}, {"kernels": {"*": "reference"}},

@@ -31,9 +31,9 @@ def _arguments(dialect: Dialect, how: Written, arguments: Mapping[str, Any]) -> 
     if not how.parameter:
         return json.dumps(arguments, ensure_ascii=False)
     form = dialect.blocks[0].form
-    return how.joiner.join(how.parameter.format(key=key, value=_value(form, value), string=json.dumps(isinstance(value, str)),
-                                                   kind=_kind(value))
-                           for key, value in arguments.items())
+    return how.joiner.join(how.parameter.format(
+        key=key, value=_value(how, form, value), string=json.dumps(isinstance(value, str)), kind=_kind(value))
+        for key, value in arguments.items())
 
 
 def _kind(value: Any) -> str:
@@ -41,9 +41,12 @@ def _kind(value: Any) -> str:
     return "number" if KINDS[type(value)] == "integer" else KINDS[type(value)]
 
 
-def _value(form: object, value: Any) -> str:
+def _value(how: Written, form: object, value: Any) -> str:
     if isinstance(form, Tags):
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        # The reader strips one line break at each end, and the text around the value has none.
+        bare = form.trim and "\n{value}\n" not in how.parameter
+        return f"\n{text}\n" if bare and text.strip("\n") != text else text
     if isinstance(form, Python):
         return repr(value)
     return _quoted(value, form.quote) if isinstance(form, Named) else json.dumps(value, ensure_ascii=False)

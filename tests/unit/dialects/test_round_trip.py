@@ -18,7 +18,7 @@ from penstock.dialects.writing import write
 WRITERS = sorted(name for name, dialect in dialects().items() if dialect.written is not None)
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r"), max_size=12) | st.sampled_from(
     ["", 'a "quoted" word', "it's", "a\\b", "x < y & z",
-     "{brace} [bracket] (paren)", "line\nline", "naïve ☕ 東京", "3", "true", "\\n"])
+     "{brace} [bracket] (paren)", "line\nline", "\n", "\nline\n\n", "naïve ☕ 東京", "3", "true", "\\n"])
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(-10**12, 10**12) | TEXT
                       | st.floats(allow_nan=False, allow_infinity=False, width=32),
                       lambda inner: st.lists(inner, max_size=3)
