@@ -318,7 +318,7 @@ def _parser() -> Parser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status; what is wrong is one line on the standard error."""
-    args = _parser().parse_args(sys.argv[1:] if words is None else words)
+    args = _parser().parse_args(words)
     try:
         return finish(args, measure_gpu(args), [])
     except PenstockError as error:

@@ -54,7 +54,8 @@ def processes(shape: str, count: int, draw: Path | None, say: Callable[[str], No
 
 
 def _runs(model: Path, count: int) -> Iterator[dict[str, float]]:
-    """What each process measures. One at a time is told to begin; the next ones have imported all by then, and sleep."""
+    """Yields the seconds that each process measured. One process at a time is told to begin; the next ones have imported all
+    modules by then, and sleep."""
     waiting = deque(_started(model) for _ in range(min(count, _AHEAD)))
     for number in range(count):
         if number + _AHEAD < count:

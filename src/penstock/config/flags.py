@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
@@ -96,8 +97,9 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
-    def parse_args(self, args: Any = (), namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args([self._dashed(word) for word in args], namespace)
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        found, unknown = self.parse_known_args([self._dashed(word) for word in words], namespace)
         if unknown:
             self.error(self._unknown(unknown))
         path = getattr(found, "config", None)

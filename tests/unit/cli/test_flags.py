@@ -204,3 +204,11 @@ def test_errors_name_the_flag_that_was_typed() -> None:
                                                "and so does my_block_size)")
     assert with_flags("seed is 'x'; a seed is an integer", EngineOptions) == "--seed is 'x'; a seed is an integer"
     assert with_flags("the model's dtype is odd", EngineOptions) == "the model's dtype is odd"
+
+
+def test_without_words_a_parser_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As argparse does: scripts call it without any."""
+    parser = Parser()
+    parser.add_argument("--some-number", type=int)
+    monkeypatch.setattr("sys.argv", ["script", "--some_number", "3"])
+    assert parser.parse_args().some_number == 3 and parser.parse_args([]).some_number is None
