@@ -93,7 +93,7 @@ class ThreadRank(Rank):
             mine.append(shared.setdefault((axis, *others), Shared(size)))
             return Threads(rank, mine[-1])
 
-        def end() -> None:
+        def end(_abort: bool) -> None:
             for one in mine:
                 one.barrier.abort()
 

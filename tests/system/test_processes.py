@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ import pytest
 
 from penstock import LLM, SamplingParams, canary
 from penstock.checkpoint.tensors import find
+from penstock.core import child
 from penstock.core.errors import ConfigError, EngineDeadError
 from penstock.core.plan import Enter, Masks, Move, Proposal, StepPlan, StepResult
 from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Write
 from penstock.core.wire import decoder, encode
-from penstock.engine import layout
+from penstock.engine import layout, remote
 from penstock.engine.remote import RemoteGroup
-from tests.system.served import Served, served
+from tests.system.served import ROOT, Served, served
 
 PROMPTS = ["Once upon a time", "The cat sat on the mat, and", "a"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -191,6 +192,63 @@ def test_a_slow_rank_changes_no_token(divided: dict[str, Any]) -> None:
             thread.join()
 
 
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Ranks become those of `tests/system/blocked_rank.py`, and a step may take 3 s."""
+    def set_up(how: str) -> None:
+        command = child.command
+        monkeypatch.setattr(remote, "_STUCK", 3.0)
+        monkeypatch.setattr(child, "command", lambda module: command(module.replace("penstock.worker.process",
+                                                                                    "tests.system.blocked_rank")))
+        monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[2]}")
+        monkeypatch.setenv("BLOCKED", how)
+
+    return set_up
+
+
+def test_ranks_that_wait_for_ever_are_lost(blocked: Callable[[str], None]) -> None:
+    """One cannot send, because nobody reads, and says that it lives; the other waits for it."""
+    blocked("full")
+    model = llm(tensor_parallel_size=2)
+    group = model.engine.rank
+    assert isinstance(group, RemoteGroup)
+    with pytest.raises(EngineDeadError, match=r"rank [01] of 2 has not ended a step for 3 s"):
+        while True:
+            began = time.monotonic()
+            tokens(model)
+    assert time.monotonic() - began < 12
+    model.close()
+    assert all(rank.process is not None and rank.process.poll() is not None for rank in group.ranks)
+
+
+def test_ranks_that_compute_for_long_are_not_lost(blocked: Callable[[str], None]) -> None:
+    with llm() as one:
+        wanted = tokens(one)
+    blocked("5")
+    with llm(tensor_parallel_size=2) as model:
+        took = []
+        while max(took, default=0.0) < 5:
+            began = time.monotonic()
+            assert tokens(model) == wanted
+            took.append(time.monotonic() - began)
+
+
+def test_an_engine_does_not_wait_for_a_rank_that_stops_reading() -> None:
+    """Whatever is sent to it waits in memory, until the rank is lost."""
+    with llm(tensor_parallel_size=2) as model:
+        group = model.engine.rank
+        assert isinstance(group, RemoteGroup) and group.ranks[1].process is not None
+        os.kill(group.ranks[1].process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        for _ in range(64):
+            group.ranks[1].tell("choose", encode(Masks(np.zeros((256, 1024), np.int32))))
+        assert time.monotonic() - began < 1
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 is stopped"):
+            while True:
+                group.look(group.ranks[1])
+        assert time.monotonic() - began < 5.5
+
+
 @pytest.mark.exhaustive
 def test_an_idle_server_notices_a_lost_rank() -> None:
     with served("canary", "--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu") as server:
@@ -222,19 +280,43 @@ def test_a_server_whose_rank_dies_tells_every_request() -> None:
         assert "rank 1 of 2" in server.log
 
 
-def test_lost_ranks_are_started_again() -> None:
-    """Requests get their errors, the server stays, refuses while it has no engine, and answers as before."""
-    flags = ("--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu", "--restart", "ranks")
-    with served("canary", *flags) as server:
+TWO = ("--tensor-parallel-size", "2")
+LOST = [(which, how, flags) for flags in (
+    TWO, ("--tensor-parallel-size", "3"), ("--pipeline-parallel-size", "3"), ("--context-parallel-size", "2"),
+    (*TWO, "--speculate", "ngram", "--enable-lora"), (*TWO, "--offload-weights", "0.5"),
+    (*TWO, "--cache-host-bytes", "4000000"))
+    for which in (0, -1) for how in (signal.SIGKILL, signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(("which", "how", "flags"), [
+    pytest.param(*one, marks=[] if one == LOST[2] else [pytest.mark.exhaustive]) for one in LOST], ids=str)
+def test_lost_ranks_are_started_again(which: int, how: signal.Signals, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Requests get their errors, the server stays, refuses while it has no engine, and answers as before. The other ranks stay,
+    and do not read their weights again."""
+    (tmp_path / "sitecustomize.py").write_text(_OPENED)
+    weights = {str(path.resolve()) for path in find(canary.model_folder())}
+
+    def readers() -> list[int]:
+        """The process of each opening of a file of weights."""
+        lines = [line.split(" ", 1) for line in (tmp_path / "opened").read_text().splitlines()]
+        return [int(pid) for pid, path in lines if path in weights]
+
+    flags = (*flags, "--max-model-len", "512", "--device", "cpu", "--dtype", "float32", "--restart", "ranks")
+    with served("canary", *flags, environment={"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}:{ROOT}",
+                                               "OPENED": str(tmp_path / "opened")}) as server:
         before = server.complete(prompt="Once", max_tokens=8, temperature=0)["choices"][0]["text"]
+        ranks, engine, opened = _ranks_of(server), server.engine_pid, readers()
+        assert set(ranks) <= set(opened)
+        lost = ranks[which]
         statuses: list[int] = []
         asking = threading.Thread(target=lambda: statuses.append(
             server.post("/v1/completions", prompt="Once", max_tokens=400, temperature=0, ignore_eos=True).status_code))
         asking.start()
         time.sleep(0.3)
-        os.kill(_ranks_of(server)[1], signal.SIGKILL)
+        os.kill(lost, how)
+        struck = time.monotonic()
         asking.join(10)
-        assert statuses in ([500], [503])
+        assert statuses in ([500], [503]) and time.monotonic() - struck < 5.5
         assert server.post("/v1/completions", prompt="Once", max_tokens=4).status_code == 503
         assert server.http.get("/health").status_code == 503
         until = time.monotonic() + 90
@@ -242,6 +324,40 @@ def test_lost_ranks_are_started_again() -> None:
             assert time.monotonic() < until and server.process.poll() is None, server.log
             time.sleep(0.2)
         assert server.complete(prompt="Once", max_tokens=8, temperature=0)["choices"][0]["text"] == before
+        after, opened = _ranks_of(server), readers()[len(opened):]
+        assert server.engine_pid == engine and len(after) == len(ranks) and set(ranks) - {lost} == set(ranks) & set(after)
+        assert set(after) - set(ranks) <= set(opened) and not set(ranks) & set(opened)
+        assert ("killed by SIGKILL" if how == signal.SIGKILL else "SIGSTOP") in server.log
+
+
+def test_a_rank_that_is_lost_again_and_again_ends_the_server() -> None:
+    flags = ("--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu", "--restart", "ranks")
+    with served("canary", *flags) as server:
+        for turn in range(4):
+            os.kill(_ranks_of(server)[turn % 2], signal.SIGKILL)
+            until = time.monotonic() + 60
+            while server.process.poll() is None and server.http.get("/health").status_code == 200:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            if turn < 3:
+                while server.http.get("/health").status_code != 200:
+                    assert time.monotonic() < until, server.log
+                    time.sleep(0.1)
+        assert server.ended(20) == 1
+
+
+_OPENED = """
+import os, sys
+
+def opened(event, found):
+    if event == "open" and isinstance(found[0], (str, bytes)):
+        line = f"{os.getpid()} {os.path.realpath(os.fsdecode(found[0]))}\\n"
+        os.write(file, line.encode())
+
+file = os.open(os.environ["OPENED"], os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+sys.addaudithook(opened)
+"""
+"""Notes which process opens which file."""
 
 
 def _ranks_of(server: Served) -> list[int]:

@@ -30,8 +30,7 @@ class Policy:
         return 0
 
     def worth(self, kind: int, age: int) -> float:  # noqa: ARG002 (other policies look at it)
-        """The value of keeping a candidate of this kind that was last used `age` clock ticks ago. The lowest value is evicted
-        first."""
+        """The value of keeping a candidate of this kind that was last used `age` clock ticks ago. The lowest goes first."""
         return -age
 
     def added(self, node: Node, first: int) -> bool:  # noqa: ARG002 (other policies look at it)
@@ -64,8 +63,7 @@ class CostAware(Policy):
     """Keeps pages that are expensive to recompute: cost x uses / (bytes x age), as in Greedy-Dual-Size-Frequency.
 
     Computing a position costs its GEMMs with the weights, the same for every position, plus attention over all positions before
-    it; at position `_EVEN` both cost the same (about 32k for an 8B model). The bytes are those of the groups that still have
-    the page."""
+    it; at position `_EVEN` both cost the same (about 32k for an 8B model). The bytes are those of groups that have the page."""
 
     _EVEN = 32_768
     _KINDS = 4
@@ -236,8 +234,7 @@ class Evictor:
         """Pages of `bounded` groups without a holder: (group, page) -> (block counted from the root, a node that contains the
         block or is below it), in the order in which they were released."""
         self._ends: list[tuple[int, int, int, tuple[int, int], int, Node]] = []
-        """A heap of those loose pages that are needed to continue at the end of a node: (priority, last use, serial number,
-        (group, page), block, node)."""
+        """A heap of loose pages that continue a node's end: (priority, last use, serial number, (group, page), block, node)."""
         self._serial = 0
 
     def priority(self, node: Node) -> int:

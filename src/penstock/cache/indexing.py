@@ -96,8 +96,7 @@ class Indexer:
                     self._edits[g] += (sequence.row, i, page)
 
     def end(self, sequence: Sequence) -> None:
-        """Called before a sequence releases its pages: adds the committed ones that are missing in the index, including the
-        partial last page."""
+        """Called before a sequence releases its pages: adds committed ones that the index lacks, the partial last one too."""
         self.add(sequence)
         state, page, computed = state_of(sequence), self.page, sequence.computed
         node, block = self._place(sequence, state), computed // page
@@ -148,8 +147,7 @@ class Indexer:
             at = at.parent
 
     def forget(self, node: Node, upwards: bool = False) -> None:
-        """Removes a leaf's blocks from the tree until one has a holder; with `upwards` continues with its parent if that has
-        become a leaf."""
+        """Removes a leaf's blocks from the tree until one has a holder; `upwards`: then its parent's, if that is a leaf now."""
         while self.evictor.removable(node):
             last, parent = node.blocks - 1, node.parent
             for g, ids in enumerate(node.pages):

@@ -75,8 +75,7 @@ class Loading:
         return state.ticket is not None
 
     def _begin(self, sequence: Sequence) -> int | None:
-        """Starts or joins a load that extends the prefix on the device by at least a page, and returns its ticket; None if no
-        load does."""
+        """Starts or joins a load that extends the prefix on the device by at least a page, and returns its ticket, or None."""
         request, page = sequence.request, self.lookup.page
         blocks = (len(sequence.tokens) - 1) // page
         if not blocks:

@@ -1,8 +1,7 @@
 """The KV cache manager, the cache's interface to the scheduler: match, grow, commit, fork, release, drain.
 
 Every method succeeds completely or changes nothing. Block table edits, page copies and transfers are collected here until
-`drain` moves them into the plan being made. Plans execute in order, so a page that one plan reads may be reallocated by the
-next plan.
+`drain` moves them into the plan being made. As plans execute in order, a page that one reads may be reallocated by the next.
 
 Ownership: `pool` counts the live sequences that hold a page and records whether the prefix index keeps it. The index keeps the
 whole pages of a running sequence as soon as their tokens are committed (`commit`), and its partial last page when it ends
@@ -403,8 +402,7 @@ class Cache:
 
     @property
     def writing(self) -> bool:
-        """True while pages are in flight to or from other tiers. No request needs to wait for it, but transfers only progress
-        while plans are made."""
+        """True while pages are in flight to or from other tiers. None waits for it, but transfers need plans to progress."""
         return self.pending or (self.tiers is not None and self.tiers.writing)
 
     def drain(self, plan: StepPlan) -> None:
@@ -443,8 +441,7 @@ class Cache:
         return [device, *behind]
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Asserts that every page is free, held or kept exactly as the sequences and the index say, and the shape of the
-        index."""
+        """Asserts that every page is free, held or kept exactly as sequences and index say, and the index's shape."""
         held: list[dict[int, int]] = [{} for _ in self.layout.groups]
 
         def count(g: int, pages: Iterable[int]) -> None:

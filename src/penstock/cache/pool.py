@@ -1,7 +1,6 @@
 """The page pool: reference counts and free lists of KV cache pages, carved from slabs that cache groups borrow from one arena.
 
-A page is free when no sequence holds it and the prefix index does not keep it. A slab whose pages are all free returns to the
-arena."""
+A page is free when no sequence holds it and the prefix index does not keep it. Slabs of free pages return to the arena."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.core.transfer import PageName
 
 _PATIENCE = 4
-"""The number of flushes for which a page in no tier is remembered: a page evicted from the device may be saved to a tier by the
-next plan."""
+"""The number of flushes for which a page in no tier is remembered: the next plan may save one evicted from the device."""
 
 
 class _Page(NamedTuple):

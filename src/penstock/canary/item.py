@@ -1,8 +1,7 @@
 """One graded prompt: its conversation, its canonical answer, and whether an answer is right. Owns grading, no prompts.
 
 Training prompts and graded prompts are held apart by construction: every prompt has a `key`, the substance of its question
-without its wording, and a hash of it says on which side it is (`held_out`). Generators make both; each side discards the
-other's."""
+without its wording, and a hash of it says on which side it is (`held_out`). Each side discards the other's."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class AdapterConfig:
     """Tokens from whose last occurrence in a prompt on it computes (aLoRA, Greenewald et al. 2025); empty: from the first."""
 
     def scale(self, module: str) -> tuple[int, float]:
-        """The rank of a module's matrices, and the factor of their product: alpha / rank, or alpha / sqrt(rank) of rsLoRA
-        (Kalajdzievski 2023)."""
+        """The rank of a module's matrices, and their product's factor: alpha / rank, or alpha / sqrt(rank) (rsLoRA, 2023)."""
         rank = int(_of(self.rank_pattern, module, self.rank))
         alpha = float(_of(self.alpha_pattern, module, self.alpha))
         return rank, alpha / (math.sqrt(rank) if self.rank_stabilized else rank)

@@ -23,8 +23,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
 def resolve_folder(model: str, revision: str | None = None, *, resume: bool = False) -> Path:
     """The folder of `model`, a path or a hub id at `revision`. A path that exists never opens a socket. "canary" is the
-    packaged model, whatever the current folder holds; a .gguf file becomes a folder; hf:OWNER/REPOSITORY:FILE.gguf names one on
-    the hub.
+    packaged model, whatever the folder here holds; a .gguf file becomes a folder; hf:OWNER/REPOSITORY:FILE.gguf is one there.
 
     With `resume` a download goes on in the middle of a file. Honours huggingface_hub's HF_HUB_OFFLINE, HF_HOME and HF_TOKEN.
     ModelError says where was looked and what to do."""

@@ -1,5 +1,4 @@
-"""The identity of a folder's weights: a hash of all bytes of its files, for caches that outlive the process, and a quick
-sample.
+"""The identity of a folder's weights: a hash of all bytes of its files, for caches that outlive the process; a sample.
 
 A file's SHA-256 is either computed, at some 2 GB/s with a thread for each file, or taken from the Hugging Face hub cache, where
 a weight file is a link to a blob named by its hash. Both give the same digits. The server is ready before the hash is: callers

@@ -29,8 +29,7 @@ class Pooler(msgspec.Struct, array_like=True, frozen=True):
 
 
 def read_pooler(folder: Path) -> Pooler:
-    """The pooling of a model folder. Without modules.json: the last token's hidden state, normalised, and of an encoder the
-    mean."""
+    """The pooling of a model folder. Without modules.json: the last token's state, normalised; of an encoder the mean."""
     path = Path(folder) / "modules.json"
     if not path.exists():
         return Pooler(stated=False)

@@ -1,5 +1,4 @@
-"""The log probability of given answers: by a model in this process, or by a server that reports log probabilities of
-prompts."""
+"""The log probability of given answers: by a model in this process, or by a server that reports those of prompts."""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ def _trained(folder: Path, windows: list[list[int]], said: list[list[bool]] | No
 
 
 def _kept(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[float], float]:
-    """The shares of drafts kept, by place, and tokens per verification, while the model answers prompts that the training has
-    not seen."""
+    """The shares of drafts kept, by place, and tokens per verification, while the model answers prompts not trained on."""
     from penstock.engine.llm import LLM
 
     config: dict[str, Any] = {"method": "eagle3", "model": str(args.output), "num_speculative_tokens": args.drafts,

@@ -29,7 +29,8 @@ Socket = zmq.Socket[bytes]
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """A child could not start, or cannot go on: it ends after this. `kind`: config, model or other."""
+    """A child could not start, or cannot go on: it ends after this. `kind`: config, model, other; lost: it goes on without what
+    it was asked."""
 
     reason: str
     kind: str = "other"

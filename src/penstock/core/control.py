@@ -20,14 +20,16 @@ STEPS: dict[str, Any] = {"launch": StepPlan, "choose": Masks}
 
 
 class Told(msgspec.Struct, array_like=True):
-    """From the engine: a call of CALLS with a list of arguments, one of STEPS with its argument, or close."""
+    """From the engine: a call of CALLS with a list of arguments, one of STEPS with its argument, leave, or close."""
 
     call: str
     body: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat"):
-    """The rank lives."""
+    """The rank lives, and has computed for so many seconds of processor time: none that waits for a GPU."""
+
+    worked: float
 
 
 class Loading(msgspec.Struct, array_like=True, tag="loading"):

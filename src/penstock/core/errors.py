@@ -37,3 +37,7 @@ class RequestError(PenstockError):
 
 class EngineDeadError(PenstockError):
     """The engine has stopped and cannot take or finish requests; the message holds the reason."""
+
+
+class RankLostError(EngineDeadError):
+    """The same, but ranks that live can keep what they have loaded (`engine/engine.py::Engine.again`)."""

@@ -86,13 +86,11 @@ class Request(msgspec.Struct, array_like=True):
     adapter: str = ""
     """The adapter whose weights compute this request, named by a digest of its contents. "" is the bare model."""
     part: bool = False
-    """Whether it continues an admitted request, as the rounds of a beam search do. It is not counted again, and a full queue
-    does not refuse it."""
+    """Whether it continues an admitted request, as the rounds of a beam search do. It is neither counted again nor refused."""
     media: list[Medium] = []
     """In the order of `start`; they do not overlap."""
     follows: str = ""
-    """The first request of the same batch, which was submitted before: they are refused together, or not at all if too many
-    wait."""
+    """The first request of the same batch, which was submitted before: too many are refused together or not at all."""
     shown: list[int] = []
     """Special tokens that appear in the text although others are skipped: the markers by which an answer is parsed."""
     pool: Pool | None = None

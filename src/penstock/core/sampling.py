@@ -1,7 +1,6 @@
 """Sampling parameters of a request, with their meanings and limits.
 
-Field names and call shape are vLLM's where the meaning is the same. This module is plain data; `ops/sample.py` has the
-arithmetic."""
+Field names and call shape are vLLM's where the meaning is the same. `ops/sample.py` has the arithmetic."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     structured_outputs: StructuredOutputsParams | None = None
     """Constrains the answer."""
     grammar: str | None = None
-    """The constraint as a grammar for the engine. The frontend derives it from `structured_outputs` or a dialect's
-    structure."""
+    """The constraint as a grammar for the engine. Derived from `structured_outputs` or a dialect's structure."""
     reasoning_end_ids: list[int] | None = None
     """The tokens that end the model's thinking; the constraint applies after them. None: it applies at once."""
     reasoning_start_ids: list[int] | None = None

@@ -41,8 +41,7 @@ _RESCALED = 1e6
 _SURPRISE = 0.3
 """A step shorter than this part of its prediction weighs no more than one of this length."""
 _SOLVE, _SOLVE_MOST, _SOLVE_SECONDS = 8, 64, 0.05
-"""Steps that are learned from together, once there have been some: as many as take 50 ms, so that fitting costs short steps
-little."""
+"""Steps that are learned from together, once there have been some: as many as take 50 ms, so that fitting costs little."""
 
 
 class Load(NamedTuple):

@@ -1,5 +1,4 @@
-"""The structure of an answer as data, as tool-call dialects and structural tags define it. `grammar/` compiles it to a
-grammar."""
+"""The structure of an answer as data, as tool-call dialects and structural tags define it. `grammar/` compiles it."""
 
 from __future__ import annotations
 

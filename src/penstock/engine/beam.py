@@ -1,8 +1,7 @@
 """Beam search above the scheduler: a beam search request becomes rounds of one-token requests, one for each open beam.
 
 Each one-token request matches its beam in the prefix cache, so it computes one position and shares all pages but the last. A
-frontend sees one request whose answers arrive at the end, best first. The search rules are those of Hugging Face's generate, so
-that both find the same beams."""
+frontend sees one request whose answers arrive at the end, best first. The rules are those of Hugging Face's generate."""
 
 from __future__ import annotations
 
@@ -54,13 +53,11 @@ class BeamSearch:
 
     @property
     def alternatives(self) -> int:
-        """The number of most likely next tokens that `advance` needs for each beam; enough even if they include all stop
-        tokens."""
+        """The number of most likely next tokens that `advance` needs for each beam; enough beside all stop tokens."""
         return self.width + len(self.stops)
 
     def advance(self, lines: list[TokenLogprobs]) -> None:
-        """Extends every open beam by one token. From its second entry on, `lines[i]` has the most likely tokens after
-        `open[i]`."""
+        """Extends every open beam by one token. `lines[i][1:]` are the most likely tokens after `open[i]`."""
         length = len(self.open[0].tokens) + 1
         blocked: frozenset[int] = self.stops if length <= self.params.min_tokens else frozenset()
         # Ties: the likelier beam first, then the lower token id.

@@ -23,7 +23,7 @@ from penstock.config.resolve import LORA_RANK, memory_limits, plan_memory, resol
 from penstock.config.schema import EngineOptions
 from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core import service
-from penstock.core.errors import ConfigError, RequestError
+from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
 from penstock.core.plan import Masks, StepPlan
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.core.steptime import StepTime
@@ -65,10 +65,12 @@ def make_rank(options: EngineOptions) -> Rank:
             cluster = RayCluster()
             if options.master_addr == EngineOptions.master_addr:
                 options = replace(options, master_addr=cluster.address)
-        encoded, every = msgspec.json.encode(options), list(places(place(options)))
+        encoded, every = msgspec.json.encode(options), list(places(first))
+        # Experts that have moved are not where a new rank would look for them.
+        renews = options.restart == "ranks" and options.nnodes == 1 and not first.datas > 1 and not options.enable_eplb
         if cluster is not None:
             cluster.start(encoded, [every[at:at + here] for at in range(here, len(every), here)], options.device != "cpu")
-        return RemoteGroup(encoded, every, here, None if cluster is None else cluster.end)
+        return RemoteGroup(encoded, every, here, None if cluster is None else cluster.end, renews)
     module, _, attribute = _RANK.partition(":")
     return cast(Rank, getattr(importlib.import_module(module), attribute)(options))
 
@@ -315,6 +317,17 @@ class Engine:
         self.constraints.count(stats)
         self.adapters.count(stats)
         return stats
+
+    def again(self) -> Engine:
+        """The engine anew after a RankLostError: without requests, with an empty cache, and ranks that keep their weights.
+        EngineDeadError if that fails; then nothing is left."""
+        assert isinstance(self.rank, RemoteGroup)
+        try:
+            rank = self.rank.renewed()
+            self._closing.close()
+            return Engine(self.options, rank=rank)
+        except PenstockError as error:
+            raise EngineDeadError(f"ranks could not go on without those that were lost: {error}") from error
 
     def close(self) -> None:
         """Finishes the in-flight plans, waits briefly for writes to stores, then stops everything that was started, even if

@@ -31,8 +31,7 @@ class Begun(Pending, Protocol):
     """A step whose forward pass was launched."""
 
     def drafts(self) -> Ints | None:
-        """Waits for the drafts that the worker has written, if `StepPlan.tells_drafts`: those of `StepPlan.drafted`.
-        None if the launch failed."""
+        """Waits for the written drafts of `StepPlan.drafted`, if `StepPlan.tells_drafts`. None if the launch failed."""
         ...
 
     def choose(self, masks: Masks) -> None:

@@ -204,8 +204,7 @@ class LLM:
 
     def encode(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, *, pooling: str = "all",
                truncate_prompt_tokens: int | None = None) -> list[PoolingRequestOutput]:
-        """Hidden states after the last norm as they are, `outputs.data`: of all tokens, or by another pooling (last, mean,
-        cls)."""
+        """Hidden states after the last norm as they are, `outputs.data`: of all tokens, or pooled (last, mean, cls)."""
         if pooling not in ("all", "last", "mean", "cls"):
             raise RequestError(f"pooling is {pooling!r}; possible are all, last, mean and cls", param="pooling")
         found = self._pool([Text(prompt) for prompt in _batch(prompts)], Pool(pooling), use_tqdm, truncate_prompt_tokens)

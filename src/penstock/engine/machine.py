@@ -15,8 +15,7 @@ _AGAIN_SECONDS = 2.0
 
 
 def run(options: bytes, places: Sequence[Place], again: bool) -> int:
-    """Runs ranks with the encoded options until the engine ends them (status 0) or one is lost (1); with `again` all of them
-    then start again."""
+    """Runs ranks with the encoded options until the engine ends them (status 0) or one is lost (1), or all start `again`."""
     while True:
         LOG.info("ranks %d to %d join the engine at %s", places[0].rank, places[-1].rank, places[0].rendezvous)
         processes = [started(options, place, address_of(place)) for place in places]

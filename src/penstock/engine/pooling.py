@@ -65,8 +65,7 @@ def probabilities(logits: Floats) -> Floats:
 
 
 class Scorer:
-    """Scores pairs of texts as the model's kind does: an embedder by the cosine of two embeddings, a reranker by one prompt for
-    each pair."""
+    """Scores pairs of texts: an embedder by the cosine of two embeddings, a reranker by one prompt for each pair."""
 
     def __init__(self, inputs: Inputs) -> None:
         """RequestError if the model cannot score."""

@@ -12,10 +12,10 @@ import itertools
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
@@ -23,11 +23,14 @@ import zmq
 from penstock.config.schema import EngineOptions
 from penstock.core import child
 from penstock.core.child import Failed, Refused
-from penstock.core.errors import EngineDeadError, RequestError
+from penstock.core.errors import EngineDeadError, RankLostError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.executor import Pending
 from penstock.engine.loading import ModelFiles, find
 from penstock.engine.work import collect_rarely, give_back_memory, keep_little
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
 
 Reply = TypeVar("Reply")
 
@@ -121,29 +124,10 @@ class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
 ToParent = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs
 
 
-class EngineLike(Protocol):
-    """The interface of an engine that this file uses."""
-
-    info: EngineInfo
-
-    def submit(self, request: Request) -> None: ...
-    def abort(self, ids: Iterable[str]) -> None: ...
-    def reset_prefix_cache(self) -> bool: ...
-    def undecided(self, request_id: str) -> bool: ...
-    def adapter_loaded(self, found: Future[str], /) -> str: ...
-    def turn(self, meanwhile: Callable[[Pending], None] | None = None) -> list[Update]: ...
-    @property
-    def busy(self) -> bool: ...
-    @property
-    def writing(self) -> bool: ...
-    def stats(self) -> EngineStats: ...
-    def close(self) -> None: ...
-
-
 class Loop:
     """The child's loop around one engine: messages in, a turn, updates out. Sleeps on the socket while idle."""
 
-    def __init__(self, engine: EngineLike, inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
+    def __init__(self, engine: Engine, inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
         self.engine = engine
         self.inbox = inbox
         self.send = send
@@ -180,6 +164,11 @@ class Loop:
                 self.send(EngineOutputs(updates, engine.stats(), admitted))
             elif updates or admitted:
                 self.send(EngineOutputs(updates, None, admitted))
+
+    def drop(self) -> None:
+        """Forgets all calls that have come but to shut down: the parent gives them up when it hears of a loss."""
+        while self.inbox.poll(0):
+            self._stopping |= self._decode(self.inbox.recv()).name == "shutdown"
 
     def _listen(self, step: Pending) -> None:
         """Answers calls while a thread of this process computes the step. Of a device's own there is nothing to wait for."""
@@ -261,12 +250,21 @@ def main() -> None:
 def _serve(start: Start, inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
     engine = _load(start, send)
     collect_rarely()
-    Loop(engine, inbox, send).run()
+    loop = Loop(engine, inbox, send)
+    while True:
+        try:
+            loop.run()
+            break
+        except RankLostError as error:
+            send(Failed(str(error), "lost"))
+            loop = Loop(loop.engine.again(), inbox, send)
+            loop.drop()
+            send(Ready(loop.engine.info))
     # Not after a failure: closing a broken engine may fail or hang, and the reason must be sent.
-    engine.close()
+    loop.engine.close()
 
 
-def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
+def _load(start: Start, send: Callable[[ToParent], None]) -> Engine:
     options = start.options
     module, _, name = start.engine.partition(":")
     told = [0.0]
@@ -278,7 +276,7 @@ def _load(start: Start, send: Callable[[ToParent], None]) -> EngineLike:
             send(LoadProgress(done, total))
 
     send(find(options))
-    engine: EngineLike = getattr(importlib.import_module(module), name)(options, progress=progress)
+    engine: Engine = getattr(importlib.import_module(module), name)(options, progress=progress)
     send(Ready(engine.info))
     return engine
 
@@ -443,12 +441,15 @@ class EngineProcess:
     def _die(self, failed: Failed) -> None:
         if self.dead is not None:
             return
-        self.dead = reason = failed.reason
+        reason, lost = failed.reason, failed.kind == "lost"
+        self.dead = None if lost else reason
         for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineDeadError(reason))
         assert self._found is not None and self._ready is not None
         if self._ready.done():
+            # Ready comes again once a new rank is there.
+            self._ready = self._loop.create_future() if lost else self._ready
             self.on_death(reason)
             return
         # The caller may not have started to wait for the second future yet.

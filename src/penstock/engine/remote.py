@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostbyname
@@ -21,8 +22,8 @@ import zmq
 
 from penstock.core import child
 from penstock.core.child import Failed
-from penstock.core.control import CALLS, Answer, Beat, Drafted, Loading, Said, Stepped, Told
-from penstock.core.errors import EngineDeadError
+from penstock.core.control import CALLS, Answer, Drafted, Loading, Said, Stepped, Told
+from penstock.core.errors import EngineDeadError, RankLostError
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
@@ -35,6 +36,15 @@ _STARTING = 120.0
 """The same before it is ready: importing and loading may keep the thread that says so from running."""
 _STOPPED = 2.0
 """The same for a process that the system reports as stopped."""
+_STUCK = 50.0
+"""Seconds after which a step has failed that no rank has ended: ranks may wait for each other while they say that they live. On
+CPUs those count in which ranks do not compute."""
+_WORK = 0.05
+"""Seconds of processor time between two signs of life above which a rank computes: those and waiting take less."""
+_SETTLE = 1.0
+"""Seconds in which the cause of a failed step shows: a rank that has gone, or else the step itself."""
+_LEAVE = 15.0
+"""The longest that ranks take to let go of all but their weights."""
 _POLL_MS = 200
 _RESULTS = {call: decoder(get_type_hints(getattr(Rank, call))["return"]) for call in CALLS}
 _CLOSE_SECONDS = 10.0
@@ -54,14 +64,21 @@ class RemoteRank:
         """Results of calls, or why they failed."""
         self.progress: Progress | None = None
         self.ready = False
+        self.failed: str | None = None
+        """The error of a step, in which the rank may have waited for one that is lost."""
         self.lost: str | None = None
         """Why the rank is gone."""
+        self.owed, self.moved = 0, time.monotonic()
+        """Steps that it has not ended; when it was told of one or ended one, and on CPUs when it was last seen to compute."""
+        self._worked = 0.0
         self.process = started(options, place, address) if here else None
         self._heard = time.monotonic()
 
     def tell(self, call: str, body: bytes) -> None:
         """Sends a call or a launch, whose argument is encoded."""
         message, sent = encode(Told(call, msgspec.Raw(body))), False
+        self.owed += call == "launch"
+        self.moved = time.monotonic()
         while not sent:
             self._raise()
             try:
@@ -84,6 +101,7 @@ class RemoteRank:
             self._heard = time.monotonic()
             if isinstance(message, Stepped):
                 self.results.append(message.result)
+                self.owed, self.moved = self.owed - 1, self._heard
             elif isinstance(message, Drafted):
                 self.drafts.append(message.tokens)
             elif isinstance(message, Answer):
@@ -94,33 +112,46 @@ class RemoteRank:
             elif isinstance(message, Failed) and message.kind != "other":
                 self.answers.append(message)
             elif isinstance(message, Failed):
-                self.lost = f"{self.name} failed: {message.reason}"
-                self._raise()
+                self.failed = f"{self.name} failed: {message.reason}"
             else:
-                assert isinstance(message, Beat)
+                self.moved = self._heard if message.worked > self._worked + _WORK else self.moved
+                self._worked = message.worked
 
-    def look(self) -> None:
-        """Raises EngineDeadError if the rank is lost. Call `listen` before."""
+    def look(self, late: bool = False) -> None:
+        """Raises EngineDeadError if the rank is lost. Call `listen` before. `late`: steps should have ended by now."""
         status = None if self.process is None else self.process.poll()
         if status is not None:
             self.listen(0)
-            self.lost = f"{self.name} {child.ended(status)}"
+            self.lost = self.failed or f"{self.name} {child.ended(status)}"
         else:
             silent = time.monotonic() - self._heard
             if silent > (_SILENCE if self.ready else _STARTING):
                 self.lost = f"{self.name} has been silent for {silent:.1f} s"
             elif silent > _STOPPED and self.process is not None and _stopped(self.process.pid):
                 self.lost = f"{self.name} is stopped (SIGSTOP)"
+            elif late and self.owed:
+                self.lost = f"{self.name} has not ended a step for {_STUCK:g} s"
         self._raise()
 
     def _raise(self) -> None:
-        if self.lost is not None:
-            raise EngineDeadError(self.lost)
+        reason = self.lost or self.failed
+        if reason is not None:
+            raise EngineDeadError(reason)
 
     @property
     def well(self) -> bool:
         """Whether nothing is known of its end."""
         return self.lost is None and (self.process is None or self.process.poll() is None)
+
+    def left(self, answer: bytes, until: float) -> None:
+        """Waits for this answer to `leave`, up to so many seconds of time.monotonic(), and forgets all before it."""
+        while not self.answers or self.answers[-1] != msgspec.Raw(answer):
+            self.listen(_POLL_MS)
+            if not self.well or time.monotonic() > until:
+                raise EngineDeadError(f"{self.name} does not let go of its last step")
+        for left in (self.results, self.drafts, self.answers):
+            left.clear()
+        self.failed, self.owed, self.ready = None, 0, False
 
     def end(self) -> None:
         """Asks the process to end."""
@@ -182,23 +213,58 @@ class RemoteGroup(RankGroup):
 
     overlaps = True
 
-    def __init__(self, options: bytes, places: Sequence[Place], here: int, end: Callable[[], None] | None = None) -> None:
+    def __init__(self, options: bytes, places: Sequence[Place], here: int, end: Callable[[], None] | None = None,
+                 renews: bool = False) -> None:
         """Starts a process at each of the first places, as many as are `here`, with the encoded options; other machines start
-        the rest. None is left if that fails. `end` is called after the end of all.
+        the rest. None is left if that fails. `end` is called after the end of all. `renews`: ranks outlive others.
 
         All share the process's context of ZeroMQ: one of their own would wait for its sockets for ever if it was collected in a
         cycle with them, as that of an engine that nobody has closed."""
         self._folder = child.own_folder()
         super().__init__([], max(place.stage for place in places))
         self._closed = False
-        self._lost: str | None = None
+        self._lost: EngineDeadError | None = None
         self._end = end
+        self._options, self._places, self._here, self._renews = options, places, here, renews
         try:
             for place in places:
-                found = replace(place, rendezvous=place.rendezvous or self._folder)
-                address = f"ipc://{self._folder}/rank-{place.rank}" if place.rank < here else address_of(place)
-                self.ranks.append(RemoteRank(options, found, f"rank {place.number} of {place.world}", address,
-                                             zmq.Context.instance(), place.rank < here))
+                self.ranks.append(self._made(place, self._folder))
+        except BaseException:
+            self.close()
+            raise
+
+    def _made(self, place: Place, folder: str) -> RemoteRank:
+        """A new rank that meets the others in the folder, where its place names no other rendezvous."""
+        here = place.rank < self._here
+        address = f"ipc://{folder}/rank-{place.rank}" if here else address_of(place)
+        return RemoteRank(self._options, replace(place, rendezvous=place.rendezvous or folder),
+                          f"rank {place.number} of {place.world}", address, zmq.Context.instance(), here)
+
+    def renewed(self) -> RemoteGroup:
+        """After a loss: the ranks that live, which keep their weights, and new ones in place of the others. This group is then
+        closed. EngineDeadError if none could be kept; then none is left."""
+        try:
+            gone = [rank for rank in self.ranks if rank.lost is not None] or [rank for rank in self.ranks if rank.failed]
+            if not self._renews or len(gone) == len(self.ranks):
+                raise EngineDeadError(f"no rank can be kept: {self._lost}")
+            for rank in gone:
+                rank.kill()
+                rank.close()
+            self._folder, before = child.own_folder(), self._folder
+            until, kept = time.monotonic() + _LEAVE, [rank for rank in self.ranks if rank not in gone]
+            for rank in kept:
+                rank.failed = None
+                rank.tell("leave", encode([self._folder]))
+            for rank in kept:
+                rank.left(encode(self._folder), until)
+            shutil.rmtree(before, ignore_errors=True)
+            for place in self._places:
+                if self.ranks[place.rank] in gone:
+                    self.ranks[place.rank] = self._made(place, self._folder)
+            found = copy(self)
+            RankGroup.__init__(found, self.ranks, self._stages - 1)
+            found._lost, self._closed = None, True  # noqa: SLF001 (its own)
+            return found
         except BaseException:
             self.close()
             raise
@@ -232,7 +298,7 @@ class RemoteGroup(RankGroup):
 
     def _raise(self) -> None:
         if self._lost is not None:
-            raise EngineDeadError(self._lost)
+            raise self._lost
 
     def look(self, first: RemoteRank | None = None) -> None:
         """Takes in what ranks say, for a while if the `first` has said nothing. Raises EngineDeadError if one is lost; then no
@@ -243,11 +309,28 @@ class RemoteGroup(RankGroup):
                 first.listen(_POLL_MS)
             for rank in self.ranks:
                 rank.listen(0)
-                rank.look()
+            late = time.monotonic() - max(rank.moved for rank in self.ranks) > _STUCK
+            for rank in self.ranks:
+                rank.look(late)
         except EngineDeadError as error:
-            self._lost = str(error)
-            self.close()
-            raise
+            kept = self._renews and all(rank.ready for rank in self.ranks)
+            self._lost = (RankLostError if kept else EngineDeadError)(self._cause(str(error)))
+            if not kept:
+                self.close()
+            raise self._lost from None
+
+    def _cause(self, first: str) -> str:
+        """Why the group is lost, given what was noticed first: a step also fails because another rank is gone."""
+        until = time.monotonic() + _SETTLE
+        while True:
+            gone = next((rank.lost for rank in self.ranks if rank.lost is not None and rank.failed is None), None)
+            if gone is not None or time.monotonic() > until:
+                return gone or first
+            time.sleep(_POLL_MS / 10e3)
+            for rank in self.ranks:
+                with suppress(EngineDeadError):
+                    rank.listen(0)
+                    rank.look()
 
     def close(self) -> None:
         """Ends all processes: politely if none is lost."""
@@ -272,7 +355,6 @@ class _RemoteStep:
 
     def __init__(self, group: RemoteGroup) -> None:
         self._group = group
-        self._found: list[StepResult | None] = [None] * len(group.ranks)
         self._result: StepResult | None = None
 
     def drafts(self) -> Ints:
@@ -288,14 +370,11 @@ class _RemoteStep:
 
     def result(self) -> StepResult:
         if self._result is None:
-            for i, rank in enumerate(self._group.ranks):
-                while self._found[i] is None:
-                    if rank.results:
-                        self._found[i] = rank.results.popleft()
-                    else:
-                        # Any rank may be the one that this one waits for.
-                        self._group.look(rank)
-            self._result = self._group.agree([one for one in self._found if one is not None])
+            for rank in self._group.ranks:
+                while not rank.results:
+                    # Any rank may be the one that this one waits for.
+                    self._group.look(rank)
+            self._result = self._group.agree([rank.results.popleft() for rank in self._group.ranks])
         return self._result
 
 

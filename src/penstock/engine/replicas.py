@@ -154,10 +154,6 @@ class Replicas:
         return self._processes[0].pid
 
     @property
-    def pids(self) -> list[int | None]:
-        return [process.pid for process in self._processes]
-
-    @property
     def dead(self) -> str | None:
         """The reason why no replica is left; before all are ready, why one is gone."""
         reasons = [process.dead for process in self._processes]
@@ -276,6 +272,9 @@ class Replicas:
             # Told by who waits for its start; or one of engines that step together, which all end.
             return
         again = self._ready and self._restart and self._may_restart()
+        if not again:
+            # Its process may live, as those of ranks that were not lost.
+            self._processes[replica].dead = reason
         if not again and (not self._live or not self._ready or self._together):
             self._on_death(reason)
             return
@@ -325,7 +324,10 @@ class Replicas:
         LOG.info("%d of %d replicas have started again", len(gone), len(self._processes))
 
     async def _started(self, gone: Sequence[int]) -> None:
-        """Starts engines in the place of these, of which nothing is left then."""
+        """Waits for an engine that goes on with ranks that live; else ends these and starts others in their place."""
+        if all(self._processes[i].dead is None for i in gone):
+            await asyncio.gather(*(self._processes[i].ready() for i in gone))
+            return
         await asyncio.gather(*(self._processes[i].stop(0.0) for i in gone))
         if self._together:
             # Ranks of the last start left their names in the folder.

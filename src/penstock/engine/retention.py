@@ -1,8 +1,7 @@
 """Cache retention requests: from the user's spans and breakpoints to spans of a request's positions.
 
 A request gives spans (`core/request.py::Span`), or marks on messages, parts of their content, tools or a whole prompt, in
-Anthropic's format: {"type": "ephemeral", "ttl": "5m"}. A mark covers the whole prompt up to its place. The cache decides what
-is then kept."""
+Anthropic's format: {"type": "ephemeral", "ttl": "5m"}. A mark covers what precedes it. The cache decides what is kept."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ _CHILDREN = 500
 """Children of one node of the prefix tree that are considered."""
 
 FREE, KEPT, SHARED, HELD = range(4)
-"""Values of the map of pages: free; kept by the prefix cache alone; held by several; HELD + i: held by sequence i of the look
-(by others beyond 250)."""
+"""Values of the map of pages: free; kept by the prefix cache alone; held by several; HELD + i: by sequence i (at most 250)."""
 
 
 class View:
@@ -95,8 +94,7 @@ def _sequence(sequence: Sequence) -> dict[str, Any]:
 
 
 def pages(cache: Cache, sequences: list[Sequence]) -> dict[str, Any]:
-    """The arena's slabs as `cells` bytes (FREE, KEPT, ...), several slabs to a cell where there are many: a cell shows the
-    highest value of its slabs."""
+    """The arena's slabs as `cells` bytes (FREE, KEPT, ...); a cell of several slabs shows their highest."""
     layout, pools = cache.layout, cache.pools
     found: npt.NDArray[np.uint8] = np.zeros(layout.slabs, np.uint8)
     groups: npt.NDArray[np.uint8] = np.zeros(layout.slabs, np.uint8)

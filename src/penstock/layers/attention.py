@@ -62,8 +62,7 @@ class Divided:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention with grouped queries, causal unless said otherwise. `window` 0 sees all, `softcap` 0 caps nothing, `rope` None
-    turns nothing."""
+    """Attention with grouped queries, causal unless said otherwise. `window` 0: all; `softcap` 0, `rope` None: none."""
 
     width: int
     heads: int

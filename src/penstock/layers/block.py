@@ -79,8 +79,7 @@ class Branch:
 
     def enter(self, delta: torch.Tensor | None, residual: torch.Tensor,
               runs: Runs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the body's input, the stream) for the stream `residual + delta`. `residual` may be overwritten. `runs`: the step's;
-        they may keep the stream."""
+        """(the body's input, the stream) for the stream `residual + delta`. `residual` may change; `runs` may keep it."""
         if runs is not None:
             if runs.holds(delta):
                 return torch.cat([run() for run in self._entered(residual, runs)]), residual

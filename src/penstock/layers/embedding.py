@@ -21,8 +21,7 @@ from penstock.quant.scheme import PLAIN
 class EmbeddingSpec:
     """Rows of a table times `scale`, plus rows of a table of `positions` learned positions if that is not 0.
 
-    `round_scale`: the scale is rounded to the model's dtype first. `first_position`: rows before that of position 0. `norm` is
-    of the sum."""
+    `round_scale`: to the model's dtype, first. `first_position`: rows before that of position 0. `norm` is of the sum."""
 
     scale: float = 1.0
     round_scale: bool = False

@@ -1,8 +1,7 @@
 """The fallback: a decoder that runs through the modules of the library transformers, with our attention, cache and sampling.
 
 One mixer is the whole stack of layers. A step's tokens are one sequence with positions for the modules; only attention tells
-the rows apart, and that is ours, registered with transformers under `NAME`. `models/fallback.py` finds out which models can be
-run so."""
+the rows apart, and that is ours, registered with transformers under `NAME`. `models/fallback.py` finds such models."""
 
 from __future__ import annotations
 
@@ -206,8 +205,7 @@ class _Plain:
 
 
 def _check_head(model: Any, spec: ForeignSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """ModelError if logits are not the hidden states times the head's matrix: a scale or a cap is behind it. A small matrix
-    stands in for the head."""
+    """ModelError if logits are not the hidden states times the head's matrix, but scaled or capped. Tried with a small one."""
     head = nn.Linear(spec.width, 8, bias=False, device=device, dtype=dtype).requires_grad_(requires_grad=False)
     # So large that a cap shows.
     head.weight.copy_(torch.randn(8, spec.width, generator=torch.Generator().manual_seed(0)) * 100 * spec.width**-0.5)

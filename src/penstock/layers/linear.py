@@ -1,7 +1,6 @@
 """Projections. `Linear` is the only place where one is computed, so an adapter's delta and a rank's collective have one home.
 
-Several of a checkpoint's matrices may be joined into one (q, k and v; gate and up), and an activation may follow in the same
-kernel (`Activated`)."""
+A checkpoint's matrices may be joined (q, k and v; gate and up), and an activation may follow in the kernel (`Activated`)."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class Linear:
         return self._whole(self._apply(x, self.weight, None))
 
     def _adapted(self, x: torch.Tensor, delta: Delta) -> torch.Tensor:
-        # Each rank adds what its inputs and its columns of A give. The first factor comes before the GEMM, which loads
-        # weights while it runs.
+        # Each rank adds its inputs' and columns' part. The first factor precedes the GEMM, which loads weights meanwhile.
         bias = self.bias if self._reduce is None else None
         out = delta.product(self.path, x, self.weight, bias, None) if self._plain else None
         if out is None:
@@ -97,8 +95,7 @@ class Linear:
         return out if self._reduce is None else self._whole(out)
 
     def leave_sum(self) -> bool:
-        """From now on returns this rank's part, whose sum over ranks the caller makes; False if there is none to be made, or
-        something is added to it."""
+        """From now on returns this rank's part, which the caller sums over ranks; False if there is no such sum."""
         if self._reduce is None or self.bias is not None:
             return False
         self._reduce, self._leaves = None, True

@@ -57,8 +57,7 @@ class Mixer(Protocol):
         ...
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:
-        """Gives it its windows into the cache, one for each of its states in order, and has it enter in `works` what is to be
-        prepared for it in each step."""
+        """Gives it its windows into the cache, one for each state, and has it enter in `works` what steps prepare for it."""
         ...
 
     def detach(self) -> None:

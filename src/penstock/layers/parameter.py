@@ -25,8 +25,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a parameter that checkpoints may store on their own, and that ranks divide on their own, from the previous
-    piece's end on."""
+    """Rows of a parameter, from the previous piece's end on, that checkpoints may store and that ranks divide on their own."""
 
     name: str
     rows: int

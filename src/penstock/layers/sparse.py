@@ -1,8 +1,7 @@
 """Sparse attention over latents (DeepSeek V3.2): an indexer scores the earlier positions, and queries attend to the best.
 
 Queries of contexts that are no longer than the number of picks attend to all, by the kernels of `latent.py`. The others' picks
-are gathered and attended to in plain PyTorch, a block of queries at a time; that reads lengths on the host, so it is in no
-CUDA graph."""
+are gathered and attended to in plain PyTorch, by blocks of queries, which read lengths on the host: in no CUDA graph."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ class ModelSpec:
         return whole.share(place.tensors).striped(place.contexts).stage(place.stage, place.stages, place.layers)
 
     def striped(self, ranks: int) -> ModelSpec:
-        """The model of ranks among which the positions of every page are divided. Layers with a window have few: each rank has
-        all of them."""
+        """The model of ranks among which the positions of every page are divided. Of layers with a window each rank has all."""
         if ranks == 1:
             return self
         for block in self.blocks:
@@ -140,8 +139,7 @@ class ModelSpec:
         return own
 
     def leaves(self, block: int) -> bool:
-        """Whether its block with this place is away. Such blocks are spread evenly, so that others run while they come, and
-        the last block is one."""
+        """Whether its block with this place is away. They are spread evenly, so that others run meanwhile; the last is one."""
         count = len(self.blocks)
         return (block + 1) * self.away // count > block * self.away // count
 
@@ -218,8 +216,7 @@ class ModelSpec:
         return any(getattr(mixer, "eager", False) for block in self.staged.blocks for mixer in block.mixers)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter, in the order of their use. A joined matrix whose pieces are stored in different ways is one
-        parameter for each piece."""
+        """Every parameter, in the order of their use. Pieces of a joined matrix that are stored in several ways are several."""
         return iter(self._all)
 
     @cached_property
@@ -265,8 +262,7 @@ class ModelSpec:
                      if fnmatchcase(stem, pattern) or fnmatchcase(parameter.stem, pattern)), parameter.scheme)
 
     def with_blocks(self, numbers: Sequence[int]) -> ModelSpec:
-        """The model of these blocks alone, numbered from 0 on. Their matrices are stored as before. Of a stage, numbers are
-        those within it."""
+        """The model of these blocks alone, numbered from 0 on. Matrices are stored as before. A stage's numbers are its own."""
         schemes: list[tuple[str, Scheme]] = []
         for pattern, scheme in self.schemes:
             layer = re.match(r"blocks\.([0-9]+)\.", pattern)

@@ -1,5 +1,4 @@
-"""Model families as data: each describes itself as a ModelSpec and a table of names; one decoder and one loader serve all of
-them.
+"""Model families as data: each describes itself as a ModelSpec and a table of names; one decoder and one loader serve all.
 
 These are the package's public names."""
 

@@ -42,8 +42,7 @@ class _Part(NamedTuple):
 
 
 class Away:
-    """The matrices of one rank's model that are away. Call `keep` for each, then `ready`, then `enter` and `leave` around each
-    run of a block."""
+    """The matrices of one rank's model that are away. Call `keep` for each, `ready`, then `enter` and `leave` around blocks."""
 
     def __init__(self, device: torch.device, folder: str | None, turns: bool) -> None:
         """`folder`: matrices are in a file there, which has no name and ends with the process; None: in host memory. `turns`:

@@ -108,8 +108,7 @@ def stored_as(spec: ModelSpec, rules: Sequence[Rule], config: Mapping[str, Any])
 
 
 def _task(architecture: str) -> tuple[str, str]:
-    """(the architecture with a language model's head, the task): a backbone alone embeds, one with a head of labels
-    classifies."""
+    """(the architecture with a language model's head, the task): a backbone embeds, one with labels classifies."""
     if (family := registry().architectures.get(architecture)) is not None:
         return architecture, getattr(family, "TASK", "generate")
     if (base := architecture.replace("ForSequenceClassification", "Model")) in registry().architectures:

@@ -268,8 +268,7 @@ def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, toke
 
 
 def singles(geometry: Geometry, counts: Ints, context: Ints, tokens: int, invariant: bool, without: Sequence[int]) -> Ints:
-    """The items of a stripe of keys: each query is a tile of its own, as the keys of the stripe that it sees follow no order of
-    queries."""
+    """The items of a stripe of keys: each query is a tile of its own, as the keys that it sees follow no order of queries."""
     plan = layout(geometry, tokens, tokens, invariant)
     work = np.zeros(plan.size, np.int32)
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)

@@ -1,5 +1,4 @@
-"""The Triton kernels for quantized matrices. `ops/coded_triton.py` packs the matrices, decides which kernel serves a shape, and
-launches it.
+"""The Triton kernels for quantized matrices. `ops/coded_triton.py` packs the matrices and chooses and launches kernels.
 
 Imported late: Triton is not on every machine, and takes 0.3 s where it is."""
 

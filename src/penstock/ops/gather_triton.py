@@ -1,7 +1,6 @@
 """Embedding look-up on NVIDIA GPUs.
 
-Never uses programmatic dependent launch: kernels after it rely on everything before it having ended (ops/rope_triton.py does).
-"""
+Never uses programmatic dependent launch: kernels after it rely on all before it having ended (ops/rope_triton.py does)."""
 
 from __future__ import annotations
 

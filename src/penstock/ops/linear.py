@@ -16,8 +16,7 @@ from penstock.ops.registry import register
 
 
 class Weight:
-    """A packed [N, K] matrix. The layout of `data` is private to the implementation that packed it; `nbytes` is its size in
-    memory."""
+    """A packed [N, K] matrix. The layout of `data` is private to the implementation that packed it; `nbytes`: in memory."""
 
     __slots__ = ("data", "dtype", "k", "n", "nbytes", "ops", "reader")
 
@@ -95,8 +94,7 @@ class LinearOps:
 
     @staticmethod
     def gated(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        """The GEMM with a gated activation as its epilogue: gated(apply(x, weight, bias), kind) of ops/activation.py, [T, N /
-        2]."""
+        """The GEMM with a gated activation behind it: gated(apply(x, weight, bias), kind) of ops/activation.py, [T, N / 2]."""
         return gated(F.linear(x, weight.data, bias), kind)
 
     @staticmethod

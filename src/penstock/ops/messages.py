@@ -1,5 +1,4 @@
-"""Long messages between ranks: at once, or in runs of rows, of which one travels while the next is computed. Registers
-`messages`."""
+"""Long messages between ranks: at once, or in runs of rows, one travelling while the next is computed. Registers `messages`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compiles C++ into shared libraries on first use, and caches them; loads the kernels of ops/csrc, one library per instruction
-set.
+"""Compiles C++ into shared libraries on first use, and caches them; loads the kernels of ops/csrc, by instruction set.
 
 Owns the compiler command, the cache of built libraries and the prototypes of the kernels' C ABI. ops/cpu.py calls the kernels.
 """
@@ -103,8 +102,7 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def set_threads(count: int) -> None:
-    """Sets the number of threads that kernels may use, the caller's included, in every library of this process, loaded or
-    not yet."""
+    """Sets the number of threads that kernels may use, the caller's included, in every library, loaded or not."""
     global _threads
     _threads = count
     with _lock:

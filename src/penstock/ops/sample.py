@@ -117,8 +117,7 @@ class SampleOps:
         return value[:, None], best[:, None].int() + first
 
     def perturbed(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """[S, V] float32: values whose largest `choose` takes, without filters: logits, or a race's for rows with
-        Feature.RANDOM."""
+        """[S, V] float32: values whose largest `choose` takes, without filters: logits, or a race's with Feature.RANDOM."""
         mine, x = table[row.long()], logits.float()
         drawn = (mine[:, Column.FEATURES, None] & int(Feature.RANDOM)) > 0
         return torch.where(drawn, _race(x, mine, position, None, 0), x)
@@ -279,8 +278,7 @@ def _allow(line: torch.Tensor, words: npt.NDArray[np.int32]) -> None:
 
 
 def _hold(edits: npt.NDArray[np.int32], words: npt.NDArray[np.int32], output: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Returns for each of the edits [count, EDIT_WIDTH] whether it applies after `output`; `words` are the lists from the
-    first edit on."""
+    """Whether each of the edits [count, EDIT_WIDTH] applies after `output`; `words`: the lists from the first edit on."""
     length = edits[:, Edit.LENGTH]
     holds: npt.NDArray[np.bool_] = (len(output) < edits[:, Edit.UNTIL]) & (length <= len(output))
     for i in np.flatnonzero(holds & (length > 0)).tolist():

@@ -1,7 +1,6 @@
 """Sampling on NVIDIA GPUs: launches the Triton kernels of ops/sample_kernels.py and ops/threshold_kernels.py.
 
-The result of a line (a row of logits) does not depend on the others: maxima are exact in any order, and sums have fixed
-borders."""
+The result of a line (a row of logits) does not depend on the others: maxima are exact in any order, sums have fixed borders."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
 _PARTS = 256
 """A line has at most so many parts, unless the vocabulary is huge: one compiled kernel serves all numbers of lines."""
 _SLOTS = 32
-"""The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS. Wide beams ask for
-more."""
+"""The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS, for beams."""
 _GROUP = 32
 """Logits rows whose tokens are counted at a time, which bounds the memory of penalties."""
 

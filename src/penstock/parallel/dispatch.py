@@ -1,5 +1,4 @@
-"""Tokens on their way to the experts of other ranks and back, where each rank has tokens and experts of its own: attention by
-data.
+"""Tokens on their way to the experts of other ranks and back, where ranks have tokens of their own: attention by data.
 
 All tokens go to all ranks in one message of a size that all know, so that CUDA graphs can hold it. Where long messages are to
 overlap, prompts are two batches: while one travels, the experts compute the other. If picks leave out enough ranks, each token
@@ -8,26 +7,18 @@ then goes once to each rank that has one of its experts; the numbers are agreed 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from penstock.ops.payload import Payload
 from penstock.parallel.lockstep import Lockstep
 
 _REACHED = 0.8
 """The largest share of ranks that a token's picks reach, with which each token goes to those alone."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The sum of the results [T, W] of this rank's experts, given tokens [T, W], places in its stacks [T, K] (-1: elsewhere) and
-weights [T, K]."""
-
-
-class Payload(Protocol):
-    """`ops/payload.py::Payload`."""
-
-    def pack(self, x: torch.Tensor, /) -> torch.Tensor: ...
-
-    def unpack(self, words: torch.Tensor, dtype: torch.dtype, /) -> torch.Tensor: ...
+"""The summed results [T, W] of this rank's experts for tokens, places in its stacks (-1: elsewhere) and weights [T, K]."""
 
 
 class Tokens(NamedTuple):

@@ -92,6 +92,13 @@ def joined(place: Place, device: torch.device) -> None:
                             timeout=timeout, device_id=device if cuda else None)
 
 
+def ended(abort: bool) -> None:
+    """Closes all connections. `abort`: NCCL's kernels may wait for ranks that are lost."""
+    import torch.distributed.distributed_c10d as groups
+
+    (groups._abort_process_group if abort else groups.destroy_process_group)()  # noqa: SLF001 (not exported)
+
+
 def subgroup(members: Sequence[Sequence[int]], rank: int) -> Any:
     """Torch's group of the members among whom `rank` is, if any. All ranks call this with the same lists."""
     import torch.distributed as dist
@@ -118,11 +125,21 @@ class Processes(Group):
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._sums = cuda and self.size == 2
         self._peers: Peers | None = None
+        self._kept: Any = None
         if cuda and peers and not gpu.supports(detect(str(device)), torch.bfloat16):
             try:
                 self._peers, self._kept = shared(self.rank, self.size, device, self._group)
             except RuntimeError as error:
                 LOG.warning("GPUs cannot map each other's memory, NCCL exchanges short messages: %s", error)
+
+    def release(self) -> None:
+        """Ends the kernels that wait for peers."""
+        if self._peers is not None:
+            self._peers.release(self._kept[0])
+
+    def close(self) -> None:
+        """Lets go of the connections."""
+        self._group = self._peers = self._kept = None
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._peers is not None and self._peers.takes(x):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 from collections.abc import Callable
 
 import torch
 
 from penstock.parallel.group import Group
 
-_NUMBER = struct.Struct("q")
+_BYTES = 8
+"""Of the wave's number."""
 
 
 class Lockstep:
@@ -31,21 +31,21 @@ class Lockstep:
         """Called in every round that has tokens, by all ranks."""
         self._agreeing = agreeing
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(file, _NUMBER.size)
-        self._called = mmap.mmap(file, _NUMBER.size)
+        os.ftruncate(file, _BYTES)
+        self._called = mmap.mmap(file, _BYTES)
         os.close(file)
         self._ended = 0
 
     @property
     def active(self) -> bool:
         """Whether a wave goes on, of which this rank has not seen the end."""
-        return int(_NUMBER.unpack(self._called[:])[0]) > self._ended
+        return int.from_bytes(self._called[:], "little") > self._ended
 
     def begin(self, tokens: int, decodes: bool) -> bool:
         """Begins a round of so many tokens here; sets `most`. Returns whether on all ranks the tokens are one of each segment,
         which is so with no tokens. Waits for the other ranks' hosts."""
         if tokens:
-            self._called[:] = _NUMBER.pack(self._ended + 1)
+            self._called[:] = (self._ended + 1).to_bytes(_BYTES, "little")
         sizes = self._agreeing.gather(torch.tensor([tokens, decodes], dtype=torch.int64))
         self.most = int(sizes[:, 0].max())
         if not self.most:

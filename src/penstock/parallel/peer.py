@@ -56,6 +56,15 @@ class Peers:
         """[size, *x.shape]"""
         return self._exchange(x, torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device), True)
 
+    def release(self, memory: torch.Tensor) -> None:
+        """Ends the wait of kernels for peers. `memory`: this rank's. By copies, as there may be no room for a kernel."""
+        late = torch.full((self._size * MOST,), 1 << 30, dtype=torch.int32, pin_memory=True).view(torch.uint8)
+        ours = 2 * self._size * MOST * _ROOM
+        with torch.cuda.stream(torch.cuda.Stream(memory.device)):
+            for at in (ours, ours + len(late) + 2 * self._size * _ROWS):
+                memory[at:at + len(late)].copy_(late, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
     def takes_rows(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         """Whether `add_norm` serves x [T, W]."""
         return (0 < x.nbytes <= _SHORT_ROWS[self._size > 2] and len(x) <= MOST and x.is_contiguous()
@@ -86,8 +95,7 @@ class Peers:
 
 
 def shared(rank: int, size: int, device: torch.device, group: Any) -> tuple[Peers, Any]:
-    """Memory that the ranks of a group of torch's share, and torch's handle, which keeps it. RuntimeError where GPUs cannot
-    map each other's memory."""
+    """Memory that the ranks of torch's group share, and its handle, which keeps it. RuntimeError if GPUs cannot share any."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric

@@ -2,14 +2,39 @@
 (one-shot), no host and no library between. `parallel/peer.py` owns the memory.
 
 A block exchanges its own run of the message in its own places and by its own flags, so blocks never wait for each other. Its
-epoch counts its exchanges. Data has two places, used in turn: a rank that is two epochs ahead has seen that all have read the
-older one."""
+epoch counts its exchanges. Data has two places, used in turn: who is two epochs ahead has seen that all have read the older."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _exchanged(value, at, there, buffers, flags, epoch, rank, place, each, size: tl.constexpr, most: tl.constexpr):
+    """Pushes this rank's value to `at` in its part of every peer's memory, and waits for theirs. Returns where in this rank's
+    memory those of rank 0 are; each further rank's lie `each` elements behind. `place`: of the flags."""
+    half = (epoch & 1) * size
+    for peer in tl.static_range(size):
+        if peer != rank:
+            buffer = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(value.dtype)), 16)
+            tl.store(buffer + (half + rank) * each + at, value, mask=there)
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    for peer in tl.static_range(size):
+        if peer != rank:
+            flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flag + rank * most + place, epoch, sem="release", scope="sys")
+    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
+    for source in tl.static_range(size):
+        if source != rank:
+            seen = tl.atomic_add(own + source * most + place, 0, sem="acquire", scope="sys")
+            # The difference is right even where epochs have wrapped.
+            while seen - epoch < 0:
+                seen = tl.atomic_add(own + source * most + place, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    return tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(value.dtype)), 16) + half * each + at
 
 
 @triton.jit(do_not_specialize=["count", "rank"])
@@ -22,31 +47,15 @@ def exchange(x, out, buffers, flags, epochs, count, rank, size: tl.constexpr, mo
     if linked:
         gdc_launch_dependents()
         gdc_wait()
-    block = tl.program_id(0)
+    block, at = tl.program_id(0), tl.arange(0, run)
     epoch = tl.load(epochs + block) + 1
-    at = tl.arange(0, run)
     there = block * run + at < count
-    value = tl.load(x + block * run + at, mask=there)
-    half = (epoch & 1) * size
-    for peer in tl.static_range(size):
-        buffer = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty)), 16)
-        tl.store(buffer + ((half + rank) * most + block) * room + at, value, mask=there)
-    # All threads have written before one of them says so.
-    tl.debug_barrier()
-    for peer in tl.static_range(size):
-        flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flag + rank * most + block, epoch, sem="release", scope="sys")
-    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
-    for source in tl.static_range(size):
-        seen = tl.atomic_add(own + source * most + block, 0, sem="acquire", scope="sys")
-        # The difference is right even where epochs have wrapped.
-        while seen - epoch < 0:
-            seen = tl.atomic_add(own + source * most + block, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-    mine = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    value = tl.load(x + block * run + at, mask=there, other=0.0)
+    parts = _exchanged(value, block * room + at, there, buffers, flags, epoch, rank, block, most * room, size, most)
     total = tl.zeros((run,), tl.float32)
     for source in tl.static_range(size):
-        part = tl.load(mine + ((half + source) * most + block) * room + at, mask=there, cache_modifier=".cg")
+        part = tl.load(parts + source * most * room, mask=there & (source != rank), other=0.0, cache_modifier=".cg")
+        part = tl.where(source == rank, value, part)
         if gather:
             tl.store(out + source * count + block * run + at, part, mask=there)
         else:
@@ -72,35 +81,16 @@ def add_norm(x, residual, weight, out, buffers, flags, epochs, rank, residual_st
         gdc_wait()
     epoch = tl.load(epochs + row) + 1
     value = tl.load(x + row * width + at, mask=there, other=0.0)
-    half = (epoch & 1) * size
-    for peer in tl.static_range(size):
-        if peer != rank:
-            buffer = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(x.dtype.element_ty)), 16)
-            tl.store(buffer + (half + rank) * room + row * width + at, value, mask=there)
-    # All threads have written before one of them says so.
-    tl.debug_barrier()
-    for peer in tl.static_range(size):
-        if peer != rank:
-            flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flag + rank * most + row, epoch, sem="release", scope="sys")
     before = residual + row * residual_stride.to(tl.int64) + at
-    stream = tl.load(before, mask=there, other=0.0).to(tl.float32)
-    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32))
-    for source in tl.static_range(size):
-        if source != rank:
-            seen = tl.atomic_add(own + source * most + row, 0, sem="acquire", scope="sys")
-            # The difference is right even where epochs have wrapped.
-            while seen - epoch < 0:
-                seen = tl.atomic_add(own + source * most + row, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-    mine = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    # On its way while the ranks' parts are.
+    stream = tl.load(before, mask=there, other=0.0)
+    parts = _exchanged(value, row * width + at, there, buffers, flags, epoch, rank, row, room, size, most)
     total = tl.zeros((block,), tl.float32)
     for source in tl.static_range(size):
-        part = tl.load(mine + (half + source) * room + row * width + at, mask=there & (source != rank), other=0.0,
-                       cache_modifier=".cg")
+        part = tl.load(parts + source * room, mask=there & (source != rank), other=0.0, cache_modifier=".cg")
         total += tl.where(source == rank, value, part).to(tl.float32)
     # Rounded as often as by kernels one after another.
-    stream = (total.to(x.dtype.element_ty).to(tl.float32) + stream).to(x.dtype.element_ty)
+    stream = (total.to(x.dtype.element_ty).to(tl.float32) + stream.to(tl.float32)).to(x.dtype.element_ty)
     tl.store(before, stream, mask=there)
     wide = stream.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps) * gain

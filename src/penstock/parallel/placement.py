@@ -98,10 +98,6 @@ def _loads(held: Held, counts: Sequence[float]) -> tuple[list[float], list[float
     return [sum(each[expert] for expert in line if expert >= 0) for line in held], each
 
 
-def _peak(held: Held, counts: Sequence[float]) -> float:
-    return max(_loads(held, counts)[0])
-
-
 def _copy(held: Held, counts: Sequence[float], loads: list[float], each: list[float], hot: int) -> list[Move] | None:
     """A further replica of the hot rank's most picked expert on the least loaded rank that has a slot to spare."""
     expert = max((one for one in held[hot] if one >= 0), key=lambda one: each[one])
@@ -112,7 +108,7 @@ def _copy(held: Held, counts: Sequence[float], loads: list[float], each: list[fl
             continue
         slot = min(spare, key=lambda slot: each[held[rank][slot]] if held[rank][slot] >= 0 else -1.0)
         moves = [Move(rank, slot, expert, hot, held[hot].index(expert))]
-        if _peak(moved(held, moves), counts) < _peak(held, counts) - _GAIN * sum(counts) / len(held):
+        if max(_loads(moved(held, moves), counts)[0]) < max(loads) - _GAIN * sum(counts) / len(held):
             return moves
     return None
 

@@ -46,8 +46,7 @@ class Runs:
         return x is not None and x is self._sign
 
     def enter(self, residual: torch.Tensor, norm: AddNorm) -> list[Callable[[], torch.Tensor]]:
-        """The rows of each run, normed with the sums added to the stream `residual` [T, W], which is overwritten. A call waits
-        for its run."""
+        """The rows of each run, normed with the sums added to the stream `residual` [T, W], which changes. A call waits."""
         self._sign = None
         if not self.shares:
             return [partial(self._normed, total, residual[first:last], norm)

@@ -7,8 +7,7 @@ import ctypes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 _KEPT, _MAPPED = 64 << 20, 32 << 20
-"""Bytes: free memory that malloc keeps at most at the end of a heap; size from which on memory is mapped by itself (glibc takes
-no more)."""
+"""Bytes: free memory that malloc keeps at most at the end of a heap; size from which on memory is mapped alone (the most)."""
 
 
 def keep_freed_memory() -> None:

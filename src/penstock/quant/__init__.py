@@ -1,2 +1,1 @@
-"""Schemes: the formats in which the numbers of a weight matrix are stored, one file each. `ops/` has the kernels that
-compute with them."""
+"""Schemes: the formats in which the numbers of a weight matrix are stored, one file each. `ops/` has their kernels."""

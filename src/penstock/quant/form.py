@@ -1,5 +1,4 @@
-"""The form of one matrix in a checkpoint: the tensors that other programs write for it, and their conversion to a scheme's
-parts.
+"""The form of one matrix in a checkpoint: the tensors that other programs write for it, converted to a scheme's parts.
 
 The readers of `dialects/` choose a form for each module of a checkpoint by its `quantization_config`."""
 
@@ -63,8 +62,7 @@ class Reader(ABC):
 
     @abstractmethod
     def form(self, module: str, n: int, k: int) -> Form | None:
-        """Returns the form of the matrix [n, k] of a module, by its name in the checkpoint; None: plain. ModelError: not
-        known."""
+        """The form of a module's matrix [n, k], by its name in the checkpoint; None: plain. ModelError: not known."""
 
     def adjust(self, _name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The inverse of a converter's change of a plain tensor (same shape), if it made one."""

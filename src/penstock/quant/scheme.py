@@ -104,8 +104,7 @@ PLAIN = Plain()
 def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
          kernels: Kernels, stack: int = 0, resident: int = 0, device: torch.device | None = None) -> Weight:
     """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it; with `stack`, so many matrices
-    joined by rows as the operation `experts` reads them, of which the first `resident` are on the `device` and all of the parts
-    in host memory."""
+    joined by rows as the operation `experts` reads them, the first `resident` of which are on the `device`, the rest not."""
     if resident:
         assert device is not None and scheme == PLAIN, scheme.name
         return kernels.experts.host(parts["weight"].view(stack, -1, shape[1]), resident, device)
@@ -125,8 +124,7 @@ def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tenso
 
 def _pack_stack(scheme: Scheme, stack: int, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
                 kernels: Kernels) -> Stack:
-    """By the kernel of the scheme's stacks; else on a CPU matrix by matrix as the scheme's own kernel reads them, elsewhere
-    decoded."""
+    """By the kernel of the scheme's stacks; else on a CPU matrix by matrix as its own kernel reads them, elsewhere decoded."""
     n, k = shape[0] // stack, shape[1]
     if scheme == PLAIN:
         return kernels.experts.pack(parts["weight"].view(stack, n, k))

@@ -16,8 +16,7 @@ _SPACE = "\u2581"
 """Sentencepiece's character for a space."""
 
 _NO_DUMMY_PREFIX = bytes([3 << 3 | 2, 2, 3 << 3 | 0, 0])
-"""normalizer_spec { add_dummy_prefix: false } as protobuf. Appended to a file's bytes it overrides them: later fields are
-merged in."""
+"""normalizer_spec { add_dummy_prefix: false } as protobuf. Appended to a file's bytes it overrides: later fields merge in."""
 
 
 class SentencePieceVocabulary:

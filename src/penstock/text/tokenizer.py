@@ -78,8 +78,7 @@ class Tokenizer:
         return self._vocabulary.encode(text, add_special_tokens)
 
     def encode_pair(self, one: str, two: str, second: int = 0) -> list[int]:
-        """Two texts with the special tokens that the model wants around and between them. `second` is added to the ids of the
-        second one."""
+        """Two texts with the model's special tokens around and between them. `second` is added to the ids of the second one."""
         _check(one)
         _check(two)
         return self._vocabulary.encode_pair(one, two, second)

@@ -135,8 +135,7 @@ class LowRankDelta:
     """Adds x A^T B^T to the results of the rows of each adapter (LoRA, Hu et al. 2021): a `layers/step.py::Delta`."""
 
     def __init__(self, ops: LoraOps, slabs: Slabs, groups: Groups, changes: Mapping[str, Apart]) -> None:
-        """`changes`: has the ends of the model that are changed, and by path (rows, matrices) of each adapter that is not a
-        product alone."""
+        """`changes`: has the changed ends of the model, and by path (rows, matrices) of adapters that are no mere product."""
         self._ops, self._slabs, self._groups, self._changes = ops, slabs, groups, changes
 
     def apart(self, path: str) -> Apart:

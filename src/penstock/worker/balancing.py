@@ -1,8 +1,7 @@
 """Moves experts between ranks, so that each has equal work: decided from how often they are picked, made while steps run.
 
-All ranks see the same counts at the same step, so they decide and move the same. In each step one decision is made at most, and
-one expert begins to come to a rank; the next step begins with it.
-"""
+All ranks see the same counts at the same step, so they decide alike. In each step at most one decision is made, and one expert
+begins to come to a rank; the next begins with it."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Balancing:
     """The experts of one rank's model."""
 
     def __init__(self, model: Decoder, group: Group, *, spread: bool, interval: int) -> None:
-        """`spread`: begin with neighbouring experts on different ranks. `interval`: look at the counts once in so many steps;
-        0: never."""
+        """`spread`: begin with neighbouring experts apart. `interval`: steps between two looks at the counts; 0: none."""
         self._group, self._interval, self._steps = group, interval, 0
         self._layers = [mixer for block in model.blocks for mixer in block.mixers
                         if isinstance(mixer, Experts) and mixer.held is not None]

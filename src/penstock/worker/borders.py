@@ -1,8 +1,7 @@
 """The threshold of filters over ranks that each have a share of the vocabulary, without gathering logits.
 
 A threshold is a number of 32 bits that sorts like its logit. It is found eight bits at a time: each rank adds up the weight of
-its tokens by their next eight bits, the ranks exchange these 256 sums, and all go on below the same bits. Sums are in float64.
-"""
+its tokens by their next eight bits, the ranks exchange these 256 sums, and go on below the same bits. Sums are float64."""
 
 from __future__ import annotations
 

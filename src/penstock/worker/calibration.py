@@ -24,8 +24,7 @@ class Moments:
         self._block, self._found, self._peaks = "", dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def of(self, path: str) -> torch.Tensor | None:
-        """The sum of x x^T [k, k], float32, over the inputs x of the projection at `path` (as "blocks.0.mlp.down"); None if
-        none was computed there."""
+        """The sum of x x^T [k, k], float32, over the inputs x of the projection at `path` ("blocks.0.mlp.down"), or None."""
         block = ".".join(path.split(".")[:2])
         if block != self._block:
             self._block, self._found, self._peaks = block, {}, {}

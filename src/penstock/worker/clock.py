@@ -37,17 +37,12 @@ class Interval:
         """From the beginning to the forward pass: moving pages and drafting."""
 
     def mark(self, which: int) -> None:
+        """1: the forward pass begins; 2: it has ended."""
         self._moments[which] = time.perf_counter()
 
     def begin(self) -> None:
         self._resumed = self._whole = False
         self.mark(0)
-
-    def enter_model(self) -> None:
-        self.mark(1)
-
-    def leave_model(self) -> None:
-        self.mark(2)
 
     def resume(self) -> None:
         """Marks the end of waiting for masks; the wait does not count as step time."""

@@ -44,8 +44,7 @@ def dummy_plan(counts: Ints, before: int = 0, layout: CacheLayout | None = None)
 
 
 def dummy_round(rows: int, drafts: int, groups: int) -> StepPlan:
-    """Returns a plan that verifies so many drafts for each of the first rows, of one known token, whose pages do not matter.
-    `groups`: those of the cache."""
+    """A plan that verifies so many drafts for each of the first rows, with one token and any pages. `groups`: the cache's."""
     counts = np.full(rows, 1 + drafts, np.int32)
     return StepPlan(-1, rows=np.arange(rows, dtype=np.int32), starts=np.zeros_like(counts), counts=counts,
                     wants=np.full_like(counts, int(Want.SAMPLE | Want.EACH)), edits=[np.zeros((0, 3), np.int32)] * groups)

@@ -42,8 +42,7 @@ _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32),
 
 
 class Buckets:
-    """The buckets of captured steps. Mixed ones have up to `tokens` tokens, limited by what `rows` rows of `longest` tokens can
-    hold."""
+    """The buckets of captured steps. Mixed ones have up to `tokens` tokens, at most what `rows` rows of `longest` hold."""
 
     def __init__(self, tokens: int, rows: int, longest: int) -> None:
         most = min(max(512, tokens // 4), _DECODE[-1])
@@ -110,7 +109,9 @@ class Graphs:
         began = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
-            plans = [(bucket, _example(bucket, self._longest - 1)) for bucket in self.buckets.all()]
+            # Single tokens, or segments of the maximum length.
+            plans = [(bucket, dummy_plan(spread(bucket.tokens, bucket.segments) if bucket.tokens == bucket.segments
+                                         else filled(bucket.tokens, self._longest - 1))) for bucket in self.buckets.all()]
             # Fill all arrays once before capturing, so that the staging buffer they share has its final address.
             self.builder.reserve(max(self.builder.fill(plan, bucket, picks_of(plan)).size for bucket, plan in plans))
             if self._adapters is not None:
@@ -194,9 +195,3 @@ class Graphs:
             self._deltas(plan, bucket, picks)
         self._decodes[bucket, adapted].replay()
         return room
-
-
-def _example(bucket: Bucket, longest: int) -> StepPlan:
-    """Returns a plan that fills a bucket: single tokens, or segments of the maximum length."""
-    single = bucket.tokens == bucket.segments
-    return dummy_plan(spread(bucket.tokens, bucket.segments) if single else filled(bucket.tokens, longest))

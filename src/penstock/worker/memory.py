@@ -38,8 +38,7 @@ _BESIDE_CACHE = 0.8
 
 
 LIST_BYTES = 5 * 4 * MAX_OPEN_LIST_WORDS
-"""Maximum device memory of the sampling parameters' lists: capacity is up to twice the content, doubled while moving, plus the
-upload buffer."""
+"""Maximum device memory of the sampling parameters' lists: up to twice the content, doubled while moving, plus the upload."""
 
 
 class Working(NamedTuple):
@@ -249,8 +248,7 @@ def _free(device: torch.device) -> int:
 
 
 def occupancy(device: torch.device) -> Occupancy | None:
-    """Returns the free and total memory of a GPU; None for a CPU. ConfigError if the GPU cannot be used: it is full, in
-    exclusive mode, or broken."""
+    """Returns the free and total memory of a GPU; None for a CPU. ConfigError if it is full, in exclusive mode or broken."""
     if device.type != "cuda":
         return None
     try:

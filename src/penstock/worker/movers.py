@@ -1,8 +1,7 @@
 """Carries pages between the device, the host's arena and stores while steps run. `cache/tiers` decides which pages move.
 
 Threads do all transfers, so that steps are not delayed, and each place has its own threads, so that a slow store delays only
-the loads that read from it. Movers do not interpret pages; `worker/reading.py` checks that a page is the one that was asked
-for."""
+the loads that read from it. Movers do not interpret pages; `worker/reading.py` checks that they are the right ones."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ _READERS = {"disk": max(2, min(8, (os.cpu_count() or 1) - 2)), "remote": 16}
 """Reader threads per store of each tier. Disk readers are CPU-bound (copying and checksums); eight of them come close to a
 PCIe 5 link. Network readers mostly wait."""
 _BUFFER_BYTES = 8 << 20
-"""Size of a read buffer, or one page if that is larger. A larger buffer saves thread switches; a smaller one starts copying
-earlier."""
+"""Size of a read buffer, or one page if that is larger. Larger ones save thread switches, smaller ones copy earlier."""
 _SPARE_BUFFERS = 8
 """Buffers beyond one per reader, for copies to the device in flight."""
 _WRITERS = 2
@@ -134,8 +132,7 @@ class Movers:
                 self._readers[part[0].store].submit(self._read, job, part, ready)
 
     def _divide(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
-        """Splits pages of stores into parts for the readers: one store per part, at most one buffer each, and enough parts to
-        occupy all readers."""
+        """Splits pages of stores into parts of one store, at most a buffer long, and enough for all readers."""
         for store in sorted({piece.store for piece in pieces}):
             mine = [piece for piece in pieces if piece.store == store]
             most = min(-(-len(mine) // (2 * _READERS[self._stores[store].tier])), self._batch)
@@ -255,8 +252,7 @@ class Movers:
         self._ends.submit(end)
 
     def _overlaps(self, group: int, page: int) -> Iterator[tuple[int, int]]:
-        """Yields the pages (group, page) that share bytes with this one: itself, and the pages of other groups in the same
-        slab."""
+        """Yields the pages (group, page) that share bytes with this one: itself, and other groups' in the same slab."""
         groups = self._arena.layout.groups
         slab = page // groups[group].per_slab
         for g, cut in enumerate(groups):
@@ -269,8 +265,7 @@ class Movers:
 
 
 def _overwritten(plan: StepPlan, page: int) -> Iterator[tuple[int, int]]:
-    """Yields the pages (group, page) that a plan may write: new pages of its rows for positions not yet computed, and the
-    targets of its copies and loads."""
+    """The pages (group, page) that a plan may write: new ones for positions not yet computed, targets of copies and loads."""
     for g, edits in enumerate(plan.edits):
         if len(edits):
             starts = np.zeros(1 + max(int(edits[:, 0].max()), int(plan.rows.max(initial=0))), np.int32)

@@ -18,8 +18,7 @@ _EVER = 2**31 - 1
 
 
 class Parameters:
-    """`table` [rows, WIDTH] and `lists` [N] are inputs of `ops/sample.py`. The address of `table` is fixed; `lists` may
-    move."""
+    """`table` [rows, WIDTH] and `lists` [N] are inputs of `ops/sample.py`. `table` stays at its address, `lists` may move."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._host = np.zeros((rows, WIDTH), np.int32)
@@ -82,8 +81,7 @@ class Parameters:
             self.table[there[:len(rows)].long()] = there[len(rows):].view(-1, WIDTH)
 
     def _place(self, blocks: dict[int, Ints]) -> Iterable[int]:
-        """Appends blocks to `lists`; if there is no room, moves all blocks to lists of twice the size. Returns the rows
-        placed."""
+        """Appends blocks to `lists`; without room, moves all to lists of twice the size. Returns the rows placed."""
         self._blocks |= blocks
         if self._end + sum(map(len, blocks.values())) > len(self.lists):
             blocks = self._blocks

@@ -12,6 +12,7 @@ from types import GenericAlias
 from typing import get_type_hints
 
 import msgspec
+import torch
 import zmq
 
 from penstock.core import child
@@ -36,21 +37,28 @@ class Loop:
         self._inbox = inbox
         self._say = say
         self._read: Callable[[bytes], Told] = decoder(Told)
-        self._arguments = {call: decoder(_arguments(getattr(Rank, call))) for call in CALLS}
+        self._arguments = {call: decoder(_arguments(getattr(Rank, call))) for call in (*CALLS, "leave")}
         self._steps = {step: decoder(kind) for step, kind in STEPS.items()}
         self._flying: deque[Launched] = deque()
 
     def run(self) -> None:
-        """Returns at the call `close`, or after a step that failed: its rank cannot go on."""
+        """Returns at the call `close`, or raises what a step raised, unless this rank may outlive those that are lost."""
         while True:
-            told = self._next()
-            if told is None:
-                self._say(Stepped(self._flying.popleft().result()))
-            elif told.call == "close":
-                return
-            elif told.call in STEPS:
-                self._step(told)
-            else:
+            try:
+                told = self._next()
+                if told is None:
+                    self._say(Stepped(self._flying.popleft().result()))
+                elif told.call in STEPS:
+                    self._step(told)
+            except Exception as error:
+                if not self.rank.renews:
+                    raise
+                self._say(Failed.of(error))
+                while (told := self._read(self._inbox.recv())).call not in ("leave", "close"):
+                    pass
+            if told is not None and told.call not in STEPS:
+                if told.call == "close":
+                    return
                 self._call(told)
 
     def _next(self) -> Told | None:
@@ -77,6 +85,8 @@ class Loop:
 
     def _call(self, told: Told) -> None:
         arguments = self._arguments[told.call](told.body)
+        if told.call == "leave":
+            self._flying.clear()
         if told.call == "load":
             arguments = [lambda done, total: self._say(Loading(done, total))]
         try:
@@ -109,9 +119,9 @@ def _serve(start: Start, inbox: child.Socket, say: Callable[[Said], None]) -> No
 
 def _beat(address: str) -> None:
     # A context of its own, as the other one waits at its end for all of its sockets.
-    outbox, pause, message = child.connected(zmq.Context(), address), threading.Event(), encode(Beat())
+    outbox, pause = child.connected(zmq.Context(), address), threading.Event()
     while True:
-        outbox.send(message)
+        outbox.send(encode(Beat(0.0 if torch.cuda.is_initialized() else time.process_time())))
         pause.wait(BEAT_SECONDS)
 
 

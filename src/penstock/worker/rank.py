@@ -46,7 +46,7 @@ from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.rehearsal import rehearse
 from penstock.worker.rejection import scratch
 from penstock.worker.sizes import fitted
-from penstock.worker.worker import Launched, Worker
+from penstock.worker.worker import Launched, Worker, compute_stream
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that configure torch's allocator."""
@@ -82,6 +82,9 @@ class Rank:
         self._compilations: list[Compilation] = []
         self._drafter: LoadedDrafter | None = None
         self._model: models.Decoder | None = None
+        self._surveyed: Survey | None = None
+        self._loaded: Loaded | None = None
+        """The findings of `survey` and `load`. Once loaded, nothing is read again."""
         self._worker: Worker | None = None
         self._profile = Profile()
 
@@ -98,18 +101,23 @@ class Rank:
 
     def survey(self) -> Survey:
         """Inspects the device and the model's small files. ConfigError or ModelError if one of them cannot be used."""
+        if self._surveyed is not None:
+            return self._surveyed
         self._folder = resolve_folder(self._options.model, self._options.revision)
         options = self._options
         self._checkpoint = models.configured(self._folder, options.quantization, options.quantization_rules,
                                              cache_asked(options))
         self._whole = whole = models.describe(self._checkpoint)
         self._spec, spec = whole.at(self._place), whole.dealt(self._place).share(self._place.tensors)
-        return Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.longest, spec.size,
-                      dtype_of(self._folder, self._checkpoint), spec.task, spec.labels, spec.whole,
-                      spec.pairs, spec.second)
+        self._surveyed = found = Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.longest, spec.size,
+                                        dtype_of(self._folder, self._checkpoint), spec.task, spec.labels, spec.whole,
+                                        spec.pairs, spec.second)
+        return found
 
     def check(self, config: EngineConfig) -> None:
         """Binds kernels and checks memory before anything is loaded. ConfigError if it does not suffice."""
+        if self._loaded is not None:
+            return
         self._kernels = kernels = registry.bind(self._facts, getattr(torch, config.dtype), config.kernels,
                                                 batch_invariant=config.batch_invariant)
         registry.set_threads(config.threads, kernels)
@@ -142,10 +150,11 @@ class Rank:
         return [self._spec, draft.at(Place(self._place.tensor, self._place.tensors)) if draft.drafts else draft]
 
     def load(self, progress: Progress | None = None) -> Loaded:
-        """Loads weights while kernels compile, and measures the working memory of steps. ConfigError or ModelError says what to
-        change."""
+        """Loads weights while kernels compile, and measures steps' memory. ConfigError or ModelError: what to change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
-        self._mesh = self._join()
+        self._mesh.take(self._join())
+        if self._loaded is not None:
+            return self._loaded
         compiled = [compilation(config if spec is self._spec else replace(config, adapters=None), spec, kernels, device)
                     for spec in self._specs] if self._compiles else []
         self._compilations = found = [one for one in compiled if one is not None]
@@ -177,10 +186,11 @@ class Rank:
             room = cache_room(self._limits, self._facts, memory.free_bytes(device, self._limits.utilization),
                               working.step + working.graphs)
         held = self._held(model)
-        return Loaded([state for one in held for state in one.states], sum(one.weight_bytes for one in held), working.step,
-                      working.graphs, room, self._occupancy, "+".join(one.computation for one in held), kernels.table(),
-                      notes(kernels, self._facts), sum(one.compiled for one in found),
-                      max((one.seconds for one in found), default=0.0))
+        self._loaded = loaded = Loaded(
+            [state for one in held for state in one.states], sum(one.weight_bytes for one in held), working.step,
+            working.graphs, room, self._occupancy, "+".join(one.computation for one in held), kernels.table(),
+            notes(kernels, self._facts), sum(one.compiled for one in found), max((one.seconds for one in found), default=0.0))
+        return loaded
 
     def _held(self, model: models.Decoder) -> list[models.Decoder]:
         """The models that this rank has loaded, in the order of their states."""
@@ -192,8 +202,7 @@ class Rank:
         return join(self._place, self._device, not self._options.disable_custom_all_reduce and self._options.nnodes == 1)
 
     def _working(self, model: models.Decoder) -> memory.Working:
-        """Returns the working memory of steps. Measuring it takes 2 s on a GPU, so the result is cached on disk for later
-        starts."""
+        """Returns the working memory of steps. Measuring takes 2 s on a GPU, so later starts find it on disk."""
         config, device = self._config, self._device
         kept = Kept(compiling.kept_folder() / "measured", self._facts, gpu.chip(device), self._specs, config,
                     self._kernels.table(), torch.version.cuda, *map(os.environ.get, _ALLOCATOR)) if self._compiles else None
@@ -299,6 +308,19 @@ class Rank:
         path = Path(folder) / f"rank{place}-{time.time_ns()}.json"
         self._profile.stop(path)
         return [str(path)]
+
+    @property
+    def renews(self) -> bool:
+        """Whether this rank may outlive others: the engine decides whether it is told to `leave` or to end."""
+        return self._options.restart == "ranks" and self._worker is not None
+
+    def leave(self, rendezvous: str) -> str:
+        """Keeps its weights and nothing else. At `load` it meets the others at the rendezvous, which is returned."""
+        self._mesh.close(compute_stream(self._device) if self._device.type == "cuda" else None)
+        self.worker.close()
+        self._worker = None
+        self._place = replace(self._place, rendezvous=rendezvous)
+        return rendezvous
 
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueues a step."""

@@ -1,8 +1,7 @@
 """Reads pages from a store and verifies them. Thread-safe.
 
 A C++ function (`csrc/pages.cpp`) reads several files per call and computes their checksums, because a dozen Python threads that
-take the GIL ten times per page spend their time on lock contention. Where it cannot be built, and for other stores, pages are
-read one by one."""
+take the GIL ten times per page wait for it. Where it cannot be built, and for other stores, pages are read singly."""
 
 from __future__ import annotations
 

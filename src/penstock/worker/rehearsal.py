@@ -1,5 +1,4 @@
-"""A dry run of a model's steps on meta tensors, before weights are loaded: every kernel launch of the worker, without
-arithmetic.
+"""A dry run of a model's steps on meta tensors, before weights are loaded: every kernel launch, without arithmetic.
 
 It runs the same code as real steps, so the kernels that it records (`ops/compile.py::recording`) are those that steps need."""
 
@@ -37,8 +36,7 @@ _INTS = torch.int32
 
 def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int, tokens: int, max_model_len: int, page: int,
              graph_tokens: int, chip: Chip, adapters: tuple[int, int] | None = None) -> list[Job]:
-    """Returns the kernels that steps of up to `tokens` tokens and `rows` segments launch. No launch may read tensor values.
-    `adapters`: as in EngineConfig."""
+    """The kernels that steps of up to `tokens` tokens and `rows` segments launch, without values. `adapters`: as configured."""
     kernels = _without_values(kernels)
     with recording(chip) as jobs, torch.inference_mode():
         model, groups = _model(spec, kernels, dtype, max_model_len, page)
@@ -95,14 +93,6 @@ class _SilentLora(LoraOps):
         """Nothing."""
 
 
-def _silent(q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
-    return torch.empty_like(q)
-
-
-def _silent_write(*_rest: object, **_named: object) -> None:
-    pass
-
-
 def _without_values(kernels: Kernels) -> Kernels:
     """Returns a copy of `kernels` in which no-ops replace the reference implementations that read tensor values."""
     kernels = copy.copy(kernels)
@@ -113,9 +103,9 @@ def _without_values(kernels: Kernels) -> Kernels:
     if not kernels.chosen["lora"].capturable:
         kernels.lora = _SilentLora()
     if not kernels.chosen["rope_write"].capturable:
-        kernels.rope_write = _silent
+        kernels.rope_write = lambda q, *_rest, **_named: torch.empty_like(q)
     if not kernels.chosen["cache_write"].capturable:
-        kernels.cache_write = _silent_write
+        kernels.cache_write = lambda *_rest, **_named: None
     return kernels
 
 
@@ -169,8 +159,7 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
 
 def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[torch.Tensor], page: int,
              ends: int | None, before: int = 0, slabs: Slabs | None = None) -> None:
-    """Runs a step and takes `ends` hidden states (None: all). Each segment follows `before` positions of context. With `slabs`,
-    rows have adapters."""
+    """Runs a step and takes `ends` hidden states (None: all). Segments follow `before` positions. `slabs`: with adapters."""
     segments, tokens = bucket.segments, bucket.tokens
 
     def ints(size: int) -> torch.Tensor:

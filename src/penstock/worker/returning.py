@@ -1,7 +1,6 @@
 """The way of chosen tokens from a pipeline's last stage to the rows of its first, on the device.
 
-The first stage takes in the tokens of a step when a later step needs one of its rows. So no step waits for another's tokens
-unless it continues them."""
+The first stage takes in a step's tokens when a later one needs one of its rows: none waits for what it does not need."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ class Sampler:
     """Serves the rows of one worker."""
 
     def __init__(self, ops: SampleOps, rows: Rows, capturable: bool = False, model: Decoder | None = None) -> None:
-        """`capturable`: a CUDA graph can hold `ops.choose`. `model`: says which share of the vocabulary its logits are; None:
-        all of it."""
+        """`capturable`: a CUDA graph can hold `ops.choose`. `model`: knows its share of the vocabulary; None: all."""
         self._ops = ops
         self._model = model if model is not None and model.group is not None else None
         self._capturable = capturable
@@ -111,8 +110,7 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
                threshold: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Samples tokens [S] int32, to `out` if given, and writes them to their rows. For plain rows, or as the last step of
-        `launch`.
+        """Samples tokens [S] int32, to `out` if given and to their rows. For plain rows, or as the last step of `launch`.
 
         Capturable in a CUDA graph: it uses only the addresses of its arguments and of the row tables."""
         return self._ops.choose(logits, self._rows.parameters.table, self._rows.tokens, row, position, threshold, out)

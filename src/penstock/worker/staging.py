@@ -15,8 +15,7 @@ _SLOTS = MOST_DEPTH + 1
 
 
 class Staging:
-    """One device buffer, refilled each step from one of several host buffers, because a copy may still read the previous
-    one."""
+    """One device buffer, refilled each step from one of several host buffers, as a copy may still read the last one."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype

@@ -5,8 +5,7 @@ row's context and to its ancestors, which are bits of a word, and stands at the 
 choice behind a node is looked up among the node's children, so that tokens are those of decoding one by one. The accepted path
 is then moved to the front: tokens, cache entries, and what followers of the step read.
 
-Rows whose sampling looks at earlier tokens (penalties, bad words, masks), and those without room for a whole tree, have chains.
-"""
+Rows whose sampling looks at earlier tokens (penalties, bad words, masks), and those without room for a tree have chains."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class Trees:
         self._chain = (1 << place) | ((1 << place) - 1), place.int(), place.int() + 1
         count = len(rows.tokens)
         self._bits, self._parent, self._depth = (line.repeat(count, 1) for line in self._chain)
-        """[row, draft] its ancestors and itself; the line of its parent within the segment, 0 being the root's; its depth, 0
-        for one that is none."""
+        """[row, draft] its ancestors and itself; its parent's line within the segment (0: the root's); its depth (0: none)."""
         self.planted = False
         """Whether the step has any tree that is not a chain."""
 

@@ -1,9 +1,8 @@
 """Verifies drafted tokens (speculative decoding): the only place where drafts are compared with sampled tokens.
 
 At each position of a segment with drafts a token is sampled as if all drafts before it were right. Drafts are accepted up to
-the first that differs from the sampled token, and that sampled token is kept too. Sampling is a function of logits,
-parameters, seed and position, so the kept tokens are exactly those of decoding one by one. `Acceptance` names the exceptions.
-"""
+the first that differs from the sampled token, which is kept too. Sampling is a function of logits, parameters, seed and
+position, so the kept tokens are exactly those of decoding one by one. `Acceptance` names the exceptions."""
 
 from __future__ import annotations
 

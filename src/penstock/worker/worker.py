@@ -93,8 +93,7 @@ class Launched:
     def __init__(self, plan: StepPlan, interval: Interval, movers: Movers | None,
                  choose: Callable[[Masks | None], Chosen] | None, chosen: Chosen | None = None,
                  picks: Callable[[StepResult], None] | None = None) -> None:
-        """`choose` enqueues the second launch; None if `chosen` holds its outputs. `picks` adds counts to a
-        result."""
+        """`choose` enqueues the second launch; None if `chosen` holds its outputs. `picks` adds counts to it."""
         self._plan = plan
         self._interval = interval
         self._movers = movers
@@ -257,8 +256,7 @@ class Worker:
         self.stream.synchronize()
 
     def _picks(self, result: StepResult) -> None:
-        """Adds the drafter's counts, and the experts', if the model has experts and some time has passed: that copy waits for
-        the device."""
+        """Adds the drafter's counts, and the experts', if it has some and time has passed: that waits for the device."""
         if self._loaded_drafter is not None:
             result.ahead = self._loaded_drafter.counted
         now = time.monotonic()
@@ -342,9 +340,9 @@ class Worker:
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
-        interval.enter_model()
+        interval.mark(1)
         if plan.idle:
-            interval.leave_model()
+            interval.mark(2)
             return Launched(plan, interval.stop(), self.movers, None)
         wants = int(np.bitwise_or.reduce(plan.wants))
         branches = self.trees.of(plan) if self.trees is not None else None
@@ -353,14 +351,14 @@ class Worker:
         if not self.model.spec.ends:
             if self.returning is not None and self.model.spec.begins:
                 self.returning.expect(lines)
-            interval.leave_model()
+            interval.mark(2)
             if len(plan.masked):
                 return Launched(plan, interval, self.movers, partial(self._passed, interval), picks=self._picks)
             return Launched(plan, interval, self.movers, None, self._passed(interval, None), self._picks)
         first = min(MAX_LOGITS_ROWS, count)
         logits = self._head(plan, ends[:MAX_LOGITS_ROWS], lines.segments[:first])[:first] if count else None
         forward = Forward(hidden, ends, lines, logits, wants)
-        interval.leave_model()
+        interval.mark(2)
         if len(plan.masked):
             choose = partial(self._choose_masked, plan, forward, interval)
             launched = Launched(plan, interval, self.movers, choose, picks=self._picks)

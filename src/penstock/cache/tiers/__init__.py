@@ -20,8 +20,7 @@ class Content(NamedTuple):
     page: int
     """The page's id on the device: the source of a save, the target of a load."""
     key: Key
-    """The key of the context up to the end of the page (`cache/keys.py`). Together with `group` and the layout it identifies
-    the bytes."""
+    """The key of the context up to the end of the page (`cache/keys.py`). With `group` and the layout it names the bytes."""
 
 
 Listener = Callable[[str, PageName, bool], None]

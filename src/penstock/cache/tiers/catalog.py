@@ -20,8 +20,7 @@ LOG = logging.getLogger("penstock")
 _SPARE = 0.05
 """The share of the bound that is kept free for writers. Below it, the keeper thread evicts until twice this share is free."""
 _PAUSE_SECONDS, _LONGEST_PAUSE = 5.0, 60.0
-"""The pause in writing after a failed write; the first and the longest pause after missed deadlines, which doubles with each
-consecutive miss."""
+"""The pause in writing after a failed write; the first and longest one after missed deadlines, doubled by each miss."""
 _FIRST_SECONDS = 1.0
 """The longest that start-up waits for the first listing of a store."""
 _CLOSE_SECONDS = 2.0
@@ -108,8 +107,7 @@ class Catalog:
         return self.bound is not None and self.used_bytes + self._pending_bytes > self.bound - self._spare
 
     def reserve(self, name: PageName, now: float) -> bool:
-        """Reserves room for a page to be written. False if it is there or in flight already, there is no room, or the store is
-        paused."""
+        """Reserves room for a page to be written. False if it is there or in flight, or if the store is full or paused."""
         if name in self._entries or name in self._pending or name in self._doomed:
             return False
         if now < self._paused_until or self.away(now):

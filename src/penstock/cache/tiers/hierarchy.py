@@ -62,8 +62,7 @@ class _Loading:
 
 
 class Hierarchy:
-    """A host arena of `slabs` slabs, and stores, nearest first. The engine's thread calls it while it plans, so no method may
-    block on a device."""
+    """A host arena of `slabs` slabs, and stores, nearest first. Called while the engine plans: no method blocks on a device."""
 
     def __init__(self, layout: CacheLayout, slabs: int, stores: Sequence[tuple[Store, int | None]], policy: TierPolicy,
                  times: StepTime, refresh_seconds: float = 1.0) -> None:

@@ -27,8 +27,7 @@ class Axis:
 
 
 def rounded(values: Sequence[float], logarithmic: bool = False) -> Axis:
-    """An axis of round numbers that holds the values: equal steps from 0, or, logarithmic, 1, 2 and 5 of each power of ten, for
-    values above 0."""
+    """An axis of round numbers that holds the values: equal steps from 0, or, logarithmic, 1, 2 and 5 of each power of ten."""
     high = max(values)
     if logarithmic:
         powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(high)) + 1)

@@ -30,8 +30,7 @@ class LoadedHead(LoadedDrafter):
 
     def __init__(self, model: Decoder, target: Decoder, taps: tuple[int, ...], tokens: torch.Tensor | None, normed: bool,
                  room: int, masks: tuple[int, torch.Tensor] | None = None) -> None:
-        """`taps`, `tokens`, `normed`, `masks`: as in `models/draft_heads.py::DraftHead`. `room`: the most tokens of a padded
-        step."""
+        """`taps`, `tokens`, `normed`, `masks`: as in `models/draft_heads.py::DraftHead`. `room`: of a padded step."""
         super().__init__(model)
         self._tokens = None if tokens is None else tokens.to(model.device)
         self._normed = normed
