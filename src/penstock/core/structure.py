@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+
+class Literal(msgspec.Struct, frozen=True):
     """This text. Special tokens that are spelled out in it mean the tokens."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Json:
+class Json(msgspec.Struct, frozen=True):
     """A JSON value that is valid under a schema."""
 
     schema: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Regex:
+class Regex(msgspec.Struct, frozen=True):
     """A text that matches as a whole."""
 
     pattern: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lark:
+class Lark(msgspec.Struct, frozen=True):
     """A text of a grammar, in Lark or GBNF, from its rule `start` or `root`."""
 
     grammar: str
 
 
-@dataclass(frozen=True, slots=True)
-class Quoted:
+class Quoted(msgspec.Struct, frozen=True):
     """A text of a Lark grammar as a JSON string, with its quotation marks."""
 
     grammar: str
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True):
     """A text as it is that is valid under a schema's enum, pattern, format, minLength and maxLength, and in which `stop` does
     not occur. A Literal that begins with `stop` must follow in the same Sequence."""
 
@@ -52,29 +47,25 @@ class Text:
     """Regexes, of which none may match the whole text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Until:
+class Until(msgspec.Struct, frozen=True):
     """Any text in which `stop` does not occur. A Literal that begins with `stop` must follow in the same Sequence."""
 
     stop: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sequence:
+class Sequence(msgspec.Struct, frozen=True):
     """All parts, one after the other."""
 
     parts: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Either:
+class Either(msgspec.Struct, frozen=True):
     """One of the parts."""
 
     parts: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(msgspec.Struct, frozen=True):
     """The part `least` to `most` times (None: any number), `separator` between."""
 
     part: Node
@@ -83,10 +74,8 @@ class Repeat:
     most: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Triggered:
-    """Any text, in which each trigger must be followed by its node: (trigger, what follows the trigger). From `least` to `most`
-    of them."""
+class Triggered(msgspec.Struct, frozen=True):
+    """Any text with `least` to `most` triggers, each followed by its node: (trigger, what follows the trigger)."""
 
     tags: tuple[tuple[str, Node], ...]
     least: int = 0

@@ -6,7 +6,9 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
 from penstock.dialects import known
@@ -16,8 +18,7 @@ PLAIN = Dialect("none")
 """The dialect without calls and reasoning: everything is content."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """The selected dialect and the reasons."""
 
     dialect: Dialect
@@ -57,8 +58,7 @@ def _named(option: str, name: str, known: Mapping[str, Dialect]) -> Dialect:
 
 def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str | None = None,
            reasoning_parser: str | None = None) -> Choice:
-    """Returns the dialect of a model with these chat templates. A given name takes precedence ("none" for none). Raises
-    ConfigError for an unknown name."""
+    """Returns the dialect of a model with these chat templates, or of the name given. ConfigError for an unknown name."""
     text = "\n".join(templates.values() if isinstance(templates, Mapping) else templates)
     if tool_call_parser not in (None, "auto", "none"):
         calls, why = by_name(str(tool_call_parser)), "named by tool_call_parser"

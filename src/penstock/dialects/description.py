@@ -4,11 +4,11 @@ Pure data: `parser.py` parses by it and `writing.py` writes by it. Each file in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, frozen=True):
     """The markers around reasoning in an answer. A marker may have several spellings; the first is used for writing."""
 
     start: tuple[str, ...]
@@ -23,8 +23,7 @@ THINK = Reasoning(("<think>",), ("</think>",), call_ends=True)
 THINK_OPEN = Reasoning(("<think>",), ("</think>",), implicit=True, call_ends=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Json:
+class Json(msgspec.Struct, frozen=True):
     """A call is a JSON object with a name and arguments. Several objects may form a list or follow one another."""
 
     names: tuple[str, ...] = ("name", "tool_name", "function")
@@ -35,8 +34,7 @@ class Json:
     """An object without arguments is not a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(msgspec.Struct, frozen=True):
     """A call is a name, a separator, and the arguments as one object."""
 
     before: tuple[str, ...] = ()
@@ -53,8 +51,7 @@ class Named:
     """Markers around a text before the name that is no part of the call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
+class Tags(msgspec.Struct, frozen=True):
     """A call is a name and tagged parameters. Their values are plain text, typed by the tool's schema."""
 
     name: tuple[str, str]
@@ -78,16 +75,14 @@ class Tags:
     make an object, or a list if each is called item."""
 
 
-@dataclass(frozen=True, slots=True)
-class Python:
+class Python(msgspec.Struct, frozen=True):
     """Calls are Python calls, name(key=value, ...), in a list or on separate lines."""
 
 
 Form = Json | Named | Tags | Python
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """A region of an answer that holds calls, from `begin` to `end`."""
 
     begin: str
@@ -104,8 +99,7 @@ class Block:
     """`begin` may also be plain text: if no call of a known tool follows, it is content."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True):
     """The template that writes a call, with the placeholders {name}, {arguments}, {id} and {index}."""
 
     call: str
@@ -117,8 +111,7 @@ class Written:
     joiner: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(msgspec.Struct, frozen=True):
     """The description of one dialect."""
 
     name: str
@@ -145,10 +138,12 @@ class Dialect:
     """The text of the answer that the prompt may already end with."""
     rank: int = 0
     """Precedence among the dialects whose signs a template contains; the highest wins."""
+    citing: tuple[tuple[str, str], ...] = ()
+    """First and last marker of citations, which are removed from content and reasoning with the text between them."""
 
     def markers(self) -> tuple[str, ...]:
         """Returns every text that may be a special token and must survive detokenization."""
-        found: list[str] = [*self.hidden, self.header]
+        found: list[str] = [*self.hidden, self.header, *(marker for marker, _ in self.citing)]
         for reasoning in (self.reasoning,) if self.reasoning else ():
             found += [*reasoning.start, *reasoning.end]
         for block in self.blocks:

@@ -1,14 +1,14 @@
-"""Parses one call in each form. The markers are in the descriptions. A form parses from the start of a call to its end and
-reports the parts to the parser."""
+"""Parses one call in each form, from its start to its end, and reports the parts. The markers are in the descriptions."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.dialects.description import Form, Json, Named, Python, Tags
-from penstock.dialects.reader import MalformedError, Reader, Wait, escaped
+from penstock.dialects.reader import Emit, MalformedError, Reader, Wait, escaped
 from penstock.dialects.schemas import Tools, as_json, elements, read_value
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def read(form: Form, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str
         case Json():
             yield from _Object(form, reader, sink).read()
         case Named():
-            yield from _named(form, reader, sink, ends)
+            yield from _named(form, reader, sink, tools, ends)
         case Tags():
             yield from _tags(form, reader, sink, tools, ends)
         case Python():
@@ -138,7 +138,7 @@ class _Object:
         self.early = found
 
 
-def _named(form: Named, reader: Reader, sink: Parser, ends: tuple[str, ...]) -> Wait:
+def _named(form: Named, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str, ...]) -> Wait:
     if form.header[0] and (yield from reader.take(form.header[:1])):
         yield from reader.until(form.header[1:])
         yield from reader.space()
@@ -157,13 +157,20 @@ def _named(form: Named, reader: Reader, sink: Parser, ends: tuple[str, ...]) -> 
     if stop is None or stop == "{" or stop in ends:
         reader.at -= len(stop or "")
     yield from reader.space()
-    sink.begin(name, call_id.strip())
-    if (yield from reader.peek()) == "{":
-        yield from reader.value(sink.arguments, form.quote)
-    elif not (yield from reader.peek()) or (yield from reader.begins(ends)):
-        sink.arguments("{}")
+    char = yield from reader.peek()
+    if form.id_is_name and name.isdigit() and char == "{":
+        # An id without a name, as Kimi K2 may write: the arguments tell the function.
+        said = yield from reader.text_of(reader.value)
+        sink.begin(tools.taking(json.loads(said)), call_id)
+        sink.arguments(said)
     else:
-        raise MalformedError("the arguments are no object")
+        sink.begin(name, call_id.strip())
+        if char == "{":
+            yield from reader.value(sink.arguments, form.quote)
+        elif char and not (yield from reader.begins(ends)):
+            raise MalformedError("the arguments are no object")
+        else:
+            sink.arguments("{}")
     sink.end()
     reader.cut()
 
@@ -182,15 +189,25 @@ def _tags(form: Tags, reader: Reader, sink: Parser, tools: Tools, ends: tuple[st
     if form.rest:
         yield from reader.until((form.rest,))
     sink.begin(name)
-    count = 0
+    count, whole = 0, ""
     while True:
         yield from reader.space()
         found = yield from reader.begins((form.key[0], *closing))
         if found == form.key[0]:
             reader.at += len(found)
-            sink.arguments(", " if count else "{")
+            key, types = yield from _key(form, reader, tools, name)
+            said = (", " if count else "{") + json.dumps(key, ensure_ascii=False) + ": "
+            value = partial(_value, form, reader, tools, (name, key), types, closing)
+            if count or not tools.wraps(name, key):
+                sink.arguments(said)
+                yield from value(sink.arguments)
+            else:
+                inner = yield from reader.text_of(value)
+                yield from reader.space()
+                alone = (yield from reader.begins((form.key[0], *closing))) != form.key[0]
+                whole = tools.unwrapped(name, inner) if alone else ""
+                sink.arguments(whole or said + inner)
             count += 1
-            yield from _parameter(form, reader, sink, tools, name, closing)
             continue
         # A text that ends here may have been truncated before another parameter.
         if found is None:
@@ -198,13 +215,13 @@ def _tags(form: Tags, reader: Reader, sink: Parser, tools: Tools, ends: tuple[st
         if found == form.end:
             reader.at += len(found)
         break
-    sink.arguments("}" if count else "{}")
+    sink.arguments("" if whole else "}" if count else "{}")
     sink.end()
     reader.cut()
 
 
-def _parameter(form: Tags, reader: Reader, sink: Parser, tools: Tools, tool: str, closing: tuple[str, ...]) -> Wait:
-    """Parses one tagged parameter; the opening of its key is already consumed."""
+def _key(form: Tags, reader: Reader, tools: Tools, tool: str) -> Generator[None, None, tuple[str, frozenset[str]]]:
+    """Parses the rest of a parameter's opening tag. Returns its name and the JSON types that its value may have."""
     types = None
     key, stop = yield from reader.until((form.typed or form.key[1],))
     if stop is None:
@@ -213,40 +230,45 @@ def _parameter(form: Tags, reader: Reader, sink: Parser, tools: Tools, tool: str
         flag, stop = yield from reader.until((form.key[1],))
         types = frozenset({"string"}) if flag.strip("\"' ") in ("true", "string") else frozenset[str]()
     key = key.strip().strip("\"'")
-    if form.value[0]:
-        yield from reader.space()
-        if (yield from reader.take((form.value[0],))) is None:
-            raise MalformedError("a parameter without value")
     known = tools.types(tool, key)
     if types is None:
         types = known or frozenset({"string"} if form.untyped == "string" else ())
     elif types and known and "string" not in known:
         # The model has flagged as a string what the schema says is none.
         types = known
-    sink.arguments(json.dumps(key, ensure_ascii=False) + ": ")
+    return key, types
+
+
+def _value(form: Tags, reader: Reader, tools: Tools, place: tuple[str, str], types: frozenset[str], closing: tuple[str, ...],
+           emit: Emit) -> Wait:
+    """Parses the value of one parameter of a tool, `place`, behind its key."""
+    if form.value[0]:
+        yield from reader.space()
+        if (yield from reader.take((form.value[0],))) is None:
+            raise MalformedError("a parameter without value")
     if form.trim:
         yield from reader.take(("\r\n", "\n"))
     # A model may omit the closing tag; the next parameter or the end of the call then ends the value.
     open_ends = () if form.nested else tuple("\n" + marker for marker in (form.key[0], *closing))
-    end = form.value[1].replace("{key}", key)
+    end = form.value[1].replace("{key}", place[1])
     if (yield from reader.take(form.literal[:1])):
         end = form.literal[1] + end
     trimmed = ("\r\n" + end, "\n" + end) if form.trim else ()
     text = types == {"string"}
     if text:
-        sink.arguments('"')
+        emit('"')
     value, stop = yield from reader.until((*trimmed, end, *open_ends),
-                                          (lambda piece: sink.arguments(escaped(piece))) if text else None)
+                                          (lambda piece: emit(escaped(piece))) if text else None)
     if stop is None:
         raise MalformedError("a parameter does not end")
     if stop in open_ends:
         reader.at -= len(stop) - 1
     if text:
-        sink.arguments('"')
+        emit('"')
     elif form.nested:
-        sink.arguments(json.dumps(tools.shaped(tool, key, elements(value, form.nested)), ensure_ascii=False))
+        emit(json.dumps(tools.shaped(*place, elements(value, form.nested)), ensure_ascii=False))
     else:
-        sink.arguments(as_json(value, types))
+        emit(as_json(value, types))
 
 
 def _python(reader: Reader, sink: Parser, tools: Tools) -> Wait:

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
+class ReasoningText(msgspec.Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallBegins:
+class CallBegins(msgspec.Struct, frozen=True):
     index: int
     id: str
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(msgspec.Struct, frozen=True):
     """More of a call's arguments, as JSON text."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnds:
+class CallEnds(msgspec.Struct, frozen=True):
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallFails:
+class CallFails(msgspec.Struct, frozen=True):
     """A begun call is malformed. It is discarded, and its text follows as content."""
 
     index: int
@@ -46,27 +41,24 @@ class CallFails:
 Event = Content | ReasoningText | CallBegins | Arguments | CallEnds | CallFails
 
 
-@dataclass(slots=True)
-class Call:
+class Call(msgspec.Struct):
     id: str
     name: str
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class Message:
+class Message(msgspec.Struct):
     """An assistant's message."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] = []
     malformed: bool = False
     """A malformed call occurred; its text is part of the content."""
 
 
-class Building:
-    """The message of a growing answer. Texts are kept in place of events: objects by the thousand slow down every garbage
-    collection of the process."""
+class Built:
+    """The message of a growing answer. It keeps texts, not events: thousands of objects slow every garbage collection down."""
 
     def __init__(self) -> None:
         self._content: list[str] = []

@@ -8,23 +8,14 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from penstock.dialects import forms
 from penstock.dialects.channels import channels
 from penstock.dialects.description import Block, Dialect, Json
-from penstock.dialects.message import (
-    Arguments,
-    Building,
-    CallBegins,
-    CallEnds,
-    CallFails,
-    Content,
-    Event,
-    Message,
-    ReasoningText,
-)
+from penstock.dialects.message import Arguments, Built, CallBegins, CallEnds, CallFails, Content, Event, Message, ReasoningText
 from penstock.dialects.reader import SPACE, MalformedError, Reader, Wait
 from penstock.dialects.schemas import Tools
 
@@ -44,9 +35,10 @@ class Parser:
         self.reader = Reader()
         self.tools = Tools(tools)
         self._events: list[Event] = []
-        self._built = Building()
+        self._built = Built()
         self._blocks = dialect.blocks if calls else ()
         self._reasoning = dialect.reasoning if reasoning else None
+        self._citing = dict(dialect.citing)
         self._opened = opened(dialect, prompt)
         self._new_id = new_id or _new_id
         self._count = 0
@@ -187,7 +179,11 @@ class Parser:
         yield from reader.space()
         yield from reader.take(reasoning.start)
         calls = tuple(block.begin for block in self._blocks if not block.bare) if reasoning.call_ends else ()
-        _, marker = yield from reader.until((*reasoning.end, *calls), self.think, final=True)
+        while True:
+            _, marker = yield from reader.until((*reasoning.end, *calls, *self._citing), self.think, final=True)
+            if marker not in self._citing:
+                break
+            yield from self._citation(marker, self.think)
         if marker in calls:
             reader.at -= len(marker)
         self.structure()
@@ -199,7 +195,7 @@ class Parser:
         reader, reasoning = self.reader, self._reasoning
         starts, strays = (reasoning.start, reasoning.end) if reasoning else ((), ())
         header = self.dialect.header
-        hidden = (*self.dialect.hidden, *strays, *((header,) if header else ()))
+        hidden = (*self.dialect.hidden, *self._citing, *strays, *((header,) if header else ()))
         spill: tuple[str, ...] = ()
         resumed: Block | None = None
         """The block of a malformed call: its next call may start here."""
@@ -235,6 +231,8 @@ class Parser:
             elif marker in thinks:
                 reader.at -= len(marker)
                 yield from self._thought()
+            elif marker in self._citing:
+                yield from self._citation(marker, self.content)
             elif marker in hidden:
                 if marker == header:
                     _, stop = yield from reader.until(tuple(markers))
@@ -248,6 +246,13 @@ class Parser:
                 resumed = _resumed(tried[-1]) if spill else None
                 start = False
             reader.cut()
+
+    def _citation(self, marker: str, emit: Callable[[str], None]) -> Wait:
+        """Skips a citation behind its first marker; one that does not end is text."""
+        if last := self._citing[marker]:
+            said, stop = yield from self.reader.until((last, "\n"))
+            if stop != last:
+                emit(marker + said + (stop or ""))
 
     def _block(self, tried: list[Block], marker: str) -> Generator[None, None, bool]:
         """Parses the calls after a begin marker, with the first of the blocks that fits. Returns True if there are none: the
@@ -319,8 +324,7 @@ def _resumed(block: Block) -> Block:
 
 
 def opened(dialect: Dialect, prompt: str | None) -> bool | None:
-    """Returns whether the end of a prompt has opened reasoning; if not, an answer opens it with a start marker. None if the
-    prompt is unknown."""
+    """Returns whether the end of a prompt has opened reasoning, which an answer opens otherwise. None for no prompt."""
     reasoning = dialect.reasoning
     if prompt is None or reasoning is None:
         return None
@@ -339,13 +343,8 @@ def _joined(events: list[Event]) -> list[Event]:
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
-        match last, event:
-            case Content(one), Content(two):
-                found[-1] = Content(one + two)
-            case ReasoningText(one), ReasoningText(two):
-                found[-1] = ReasoningText(one + two)
-            case Arguments(index, one), Arguments(other, two) if index == other:
-                found[-1] = Arguments(index, one + two)
-            case _:
-                found.append(event)
+        if isinstance(event, Content | ReasoningText | Arguments) and last == replace(event, text=getattr(last, "text", "")):
+            found[-1] = replace(event, text=last.text + event.text)
+        else:
+            found.append(event)
     return found

@@ -181,8 +181,7 @@ class Reader:
         emit('"')
 
     def string(self, emit: Emit, last: bool = False) -> Wait:
-        """Parses a string between single, double or Python's triple quotation marks and emits it as a JSON string. `last`: a
-        parenthesis behind it ends the call."""
+        """Parses a string between ', " or three of them and emits it as JSON. `last`: a parenthesis behind it ends the call."""
         mark = self.text[self.at]
         triple = (yield from self.begins((mark * 3, mark * 2, mark))) == mark * 3
         closing = mark * 3 if triple else mark
@@ -239,8 +238,7 @@ class Reader:
         emit(f"\\u{code}" if digits == 4 else json.dumps(chr(int(code, 16)))[1:-1])
 
     def word(self, ends: str) -> Generator[None, None, tuple[str, str]]:
-        """Returns (the text up to one of these characters or the end, the character) without surrounding space. Does not
-        consume the character."""
+        """Returns (the text up to one of these characters or the end, stripped, the character, which is not consumed)."""
         start = self.at
         while (char := (yield from self.peek())) and char not in ends:
             self.at += 1

@@ -45,6 +45,27 @@ class Tools:
         root = self._schemas.get(tool, {})
         return _shaped(tree, _inside(root, key, root), root)
 
+    def wraps(self, tool: str, key: str) -> bool:
+        """Whether a parameter that the tool does not have may hold all arguments, as models write by mistake."""
+        known, _ = self.properties(tool)
+        return key in ("arguments", "input") and bool(known) and key not in known
+
+    def unwrapped(self, tool: str, said: str) -> str:
+        """The JSON text of an object of the tool's parameters, which may be written as a string; "" if it is none."""
+        value = json.loads(said)
+        value = json.loads(read_value(value) or "null") if isinstance(value, str) else value
+        fits = isinstance(value, dict) and value and value.keys() <= self.properties(tool)[0].keys()
+        return json.dumps(value, ensure_ascii=False) if fits else ""
+
+    def taking(self, arguments: Mapping[str, Any]) -> str:
+        """The only tool that there is, or the only one that can take these arguments; "" if none or several can."""
+        if len(self._schemas) > 1:
+            fitting = [name for name, schema in self._schemas.items()
+                       if set(schema.get("required") or ()) <= arguments.keys() <= self.properties(name)[0].keys()]
+        else:
+            fitting = self.names
+        return fitting[0] if len(fitting) == 1 else ""
+
     @property
     def names(self) -> list[str]:
         return list(self._schemas)

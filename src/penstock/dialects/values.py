@@ -1,5 +1,4 @@
-"""The structure of parameters that a dialect writes between markers: strings as plain text, lists and objects as elements where
-tags nest, all else as JSON."""
+"""The structure of parameters between markers: strings as text, lists and objects as elements where tags nest, or JSON."""
 
 from __future__ import annotations
 

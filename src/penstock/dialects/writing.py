@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from penstock.core.structure import Either, Json, Literal, Node, Quoted, Regex, Repeat, Sequence, Triggered, Until
 from penstock.dialects.description import HARMONY, Block, Dialect, Named, Python, Tags, Written
@@ -70,8 +71,7 @@ def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:
 
 
 def triggered(dialect: Dialect, tools: Tools, parallel: bool) -> Node | None:
-    """Returns the structure of an answer that may call the tools: text, then calls; a call once begun must be completed.
-    None for a dialect that writes no calls."""
+    """Returns the structure of text that may end with calls, each complete. None for a dialect that writes no calls."""
     how = dialect.written
     if how is None:
         return None
@@ -112,8 +112,7 @@ _SPACES = "[ \\t\\r\\n]*"
 
 
 def _bare_call(block: Block) -> str:
-    """Returns a regex of the start of a call in a block whose marker may also be text: text that matches it counts as a
-    call."""
+    """Returns a regex of the start of a call in a block whose marker may also be text: what matches it counts as a call."""
     opening = rf'\{{{_SPACES}"(?:{_KEYS})"' if isinstance(block.form, JsonForm) else r"[A-Za-z_][A-Za-z0-9_.\-]*\("
     marker = "".join(f"\\x{{{ord(char):x}}}" for char in block.begin) if not block.keep else ""
     begins = rf"{marker}{_SPACES}(?:\[{_SPACES})?{opening}"
@@ -131,8 +130,7 @@ def _messages(dialect: Dialect, how: Written, tools: Tools) -> Node:
 
 
 def _addressed(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> Node:
-    """Returns the structure of answers of messages that name their recipients, the first of which the prompt has begun: the
-    user, or a tool."""
+    """Returns the structure of messages that name their recipients (user or tool), the first of which the prompt began."""
     first = replace(how, call=how.call.removeprefix(dialect.lead))
     calls = _one_or_more(dialect, first, how, tools, parallel)
     said = Triggered(((dialect.lead, calls),), 0, 1, last=True)

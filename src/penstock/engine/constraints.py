@@ -29,12 +29,12 @@ class Constraints:
 
     @property
     def busy(self) -> bool:
-        return bool(len(self._compiler) or self._updates)
+        return bool(self.requests or self._updates)
 
     @property
-    def requests(self) -> list[Request]:
-        """The requests that wait."""
-        return self._compiler.waiting()
+    def requests(self) -> dict[str, Request]:
+        """The requests that wait for their grammars, by id."""
+        return self._compiler.waiting
 
     def hold(self, request: Request) -> bool:
         """Takes a request that must wait for its grammar, and returns True; `admit` passes it to the scheduler later. False if
@@ -43,14 +43,10 @@ class Constraints:
             return False
         self._scheduler.admission.check(request)
         most = self._scheduler.limits.max_queued
-        if len(self._compiler) >= most:
-            raise RequestError(f"{len(self._compiler)} requests are waiting for their grammars and at most {most} may "
+        if len(self.requests) >= most:
+            raise RequestError(f"{len(self.requests)} requests are waiting for their grammars and at most {most} may "
                                "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return self._compiler.add(request)
-
-    def holds(self, request_id: str) -> bool:
-        """Whether the request waits for its grammar."""
-        return self._compiler.waits(request_id)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests that wait here; others are ignored."""
@@ -59,7 +55,7 @@ class Constraints:
 
     def admit(self) -> None:
         """Passes requests whose grammars are ready to the scheduler. Waits briefly for one if there is nothing else to do."""
-        if len(self._compiler) and not self._scheduler.busy:
+        if self.requests and not self._scheduler.busy:
             self._compiler.wait(_WAIT_SECONDS)
         for request, error in self._compiler.ready():
             if error is None:
@@ -78,10 +74,11 @@ class Constraints:
     def count(self, stats: EngineStats) -> None:
         """Fills in the figures of grammars and masks."""
         compiler, masker = self._compiler, self.masker
-        stats.grammars_waiting, stats.grammars_compiled = len(compiler), compiler.compiled
+        stats.grammars_waiting, stats.grammars_compiled = len(self.requests), compiler.compiled
         stats.grammars_cached, stats.grammar_seconds = compiler.cached, compiler.seconds
         stats.masks, stats.mask_seconds, stats.forced_tokens = masker.masked, masker.seconds, masker.forced
 
     def close(self) -> None:
         """Stops the threads."""
         self._compiler.close()
+        self.masker.close()

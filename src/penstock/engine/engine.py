@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -84,6 +85,9 @@ class Engine:
         self.options = options
         self.beams = BeamSearches(self._add, self._abort)
         self._in_flight: deque[Pending] = deque()
+        self._masking: tuple[int, Callable[[], Masks], Callable[[], Masks]] | None = None
+        """The last plan's number while its masks are being computed, what waits for them, and masks to send after an error: the
+        worker would wait for ever, and closing the engine with it."""
         self.events: CacheEvents | None = None
         self._ended = False
         self._profiled = False
@@ -134,7 +138,7 @@ class Engine:
         self.executor: Direct | Threaded = Direct(self.rank) if self.rank.overlaps else Threaded(self.rank)
         undo.callback(self._end)
         self.adapters = Adapters(self.rank, self.scheduler, options.enable_lora, options.max_cpu_loras,
-                                 lambda: [*self.beams.requests, *self.constraints.requests], self._take_in)
+                                 lambda: [*self.beams.requests, *self.constraints.requests.values()], self._take_in)
         undo.callback(self.adapters.close)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
         self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)
@@ -177,7 +181,7 @@ class Engine:
 
     def undecided(self, request_id: str) -> bool:
         """Whether a request that was submitted may still be refused, because its grammar is being compiled."""
-        return self.constraints.holds(request_id)
+        return request_id in self.constraints.requests
 
     def abort(self, ids: Iterable[str]) -> None:
         """Aborts requests by "id", or single sequences by "id/index". Unknown ids are ignored."""
@@ -254,6 +258,9 @@ class Engine:
     def turn(self, meanwhile: Callable[[Pending], None] | None = None) -> list[Update]:
         """One iteration of the loop: plans and submits a step, then applies results until fewer than `depth` plans are in
         flight. `meanwhile` is called with the first plan whose result is waited for; requests may come and go in it."""
+        if self.scheduler.batch.spare() > 0:
+            # The next plan has room for tokens that the masks may turn out to force.
+            self._mask()
         began = time.perf_counter()
         if self._naming.pending and (name := self._naming.poll()) is not None:
             self.scheduler.cache.name(name)
@@ -262,14 +269,16 @@ class Engine:
         self.constraints.admit()
         plan = self.scheduler.plan(time.time())
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
+        self._mask()
         if plan is not None:
             self._in_flight.append(self.executor.submit(plan))
             self.view.planned(plan)
             if len(plan.masked):
-                self._mask(plan)
+                self._begin_masks(plan)
         # Without a new plan there is nothing to overlap with: wait for the in-flight plans, one result at a time.
         room = self.config.depth - 1 if plan is not None else max(0, len(self._in_flight) - 1)
         if meanwhile is not None and len(self._in_flight) > room:
+            self._mask()
             meanwhile(self._in_flight[0])
         self._take_results(room)
         if self.events is not None:
@@ -284,6 +293,7 @@ class Engine:
     def _take_results(self, room: int) -> None:
         """Applies results, oldest first, until at most `room` plans are in flight."""
         while len(self._in_flight) > room:
+            self._mask()
             # Remove the plan only after its result has arrived, so that an interrupt while waiting does not lose it.
             result = self._in_flight[0].result()
             self._in_flight.popleft()
@@ -292,22 +302,26 @@ class Engine:
             self.view.done(result)
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
 
-    def _mask(self, plan: StepPlan) -> None:
-        """Sends the masks of the plan just submitted. They depend on the tokens of all earlier plans, whose results are applied
-        first, while the device computes this plan's forward pass."""
+    def _begin_masks(self, plan: StepPlan) -> None:
+        """Begins to compute the masks of the plan just submitted. They depend on the tokens of all earlier plans, whose results
+        are applied first, while the device computes this plan's forward pass."""
         masker = self.scheduler.masker
         assert masker is not None
         drafts = self.executor.drafts() if plan.tells_drafts else None
         self._take_results(1)
         segments = self.scheduler.masked(plan, drafts)
-        try:
-            masks = masker.masks(segments)
-        except BaseException:
-            # The worker waits for masks: send some even after an error, or closing the engine would deadlock.
-            lines = sum(1 + len(segment.drafts) for segment in segments)
-            self.executor.mask(plan.id, Masks(np.full((lines, -(-self.info.vocab_size // 32)), -1, np.int32)))
-            raise
-        self.executor.mask(plan.id, masks)
+        shape = sum(1 + len(segment.drafts) for segment in segments), -(-self.info.vocab_size // 32)
+        anything = partial(_anything, shape)
+        self._masking = plan.id, anything, anything
+        self._masking = plan.id, masker.masks(segments), anything
+
+    def _mask(self) -> None:
+        """Sends the masks that were begun, if they are not sent yet, once they are computed."""
+        if self._masking is not None:
+            plan_id, found, anything = self._masking
+            self._masking = plan_id, anything, anything
+            self.executor.mask(plan_id, found())
+            self._masking = None
 
     def stats(self) -> EngineStats:
         """The current statistics. EngineDeadError if a rank is lost: an idle engine notices it here."""
@@ -342,3 +356,8 @@ class Engine:
         self._ended = True
         self._in_flight.clear()
         self.executor.close()
+
+
+def _anything(shape: tuple[int, int]) -> Masks:
+    """Masks [lines, words] that allow every token."""
+    return Masks(np.full(shape, -1, np.int32))

@@ -1,7 +1,6 @@
 """Compiles grammars for the model's vocabulary on background threads.
 
-Requests wait here until their grammar is ready; the engine's loop and all other requests continue. llguidance releases the GIL
-while it compiles."""
+Requests wait here until their grammar is ready; others continue, because llguidance compiles without the GIL."""
 
 from __future__ import annotations
 
@@ -71,18 +70,9 @@ class Compiler:
         self._done: OrderedDict[tuple[str, tuple[int, ...]], _Compiled] = OrderedDict()
         self._characters = 0
         self._running: dict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = {}
-        self._waiting: dict[str, Request] = {}
+        self.waiting: dict[str, Request] = {}
+        """The requests that wait for their grammar, by id."""
         self._news = threading.Event()
-
-    def __len__(self) -> int:
-        """Returns the number of waiting requests."""
-        return len(self._waiting)
-
-    def waiting(self) -> list[Request]:
-        return list(self._waiting.values())
-
-    def waits(self, request_id: str) -> bool:
-        return request_id in self._waiting
 
     def add(self, request: Request) -> bool:
         """Accepts a request that may need a grammar. Returns False if it need not wait: it has no grammar, or a cached one."""
@@ -94,7 +84,7 @@ class Compiler:
             self.cached += 1
             self._spread(request)
             return False
-        self._waiting[request.id] = request
+        self.waiting[request.id] = request
         if key not in self._running:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_THREADS, "penstock-grammar", _yield_to_steps)
@@ -104,8 +94,8 @@ class Compiler:
 
     def abort(self, ids: Iterable[str]) -> list[Request]:
         """Removes requests by id and returns them. A grammar that no request waits for any more is not compiled."""
-        gone = [self._waiting.pop(name) for name in ids if name in self._waiting]
-        for key in {_key(request) for request in gone} - {_key(request) for request in self._waiting.values()}:
+        gone = [self.waiting.pop(name) for name in ids if name in self.waiting]
+        for key in {_key(request) for request in gone} - {_key(request) for request in self.waiting.values()}:
             if key in self._running and self._running[key].cancel():
                 del self._running[key]
         return gone
@@ -124,15 +114,14 @@ class Compiler:
             if future.done():
                 del self._running[key]
                 errors[key] = self._take(key, future)
-        over = [request for request in self._waiting.values() if _key(request) in errors]
+        over = [request for request in self.waiting.values() if _key(request) in errors]
         for request in over:
-            del self._waiting[request.id]
+            del self.waiting[request.id]
             self._spread(request)
         return [(request, errors[_key(request)]) for request in over]
 
     def matcher(self, request: Request) -> tuple[LLMatcher | None, int]:
-        """Returns a new matcher at the start of the request's grammar, None if the request has no grammar; and a number that
-        matchers with a common lock have in common."""
+        """Returns a new matcher of the request's grammar, if it has one, and a number that is the same where the lock is."""
         if request.params.grammar is None:
             return None, 0
         key = _key(request)
@@ -182,9 +171,8 @@ class Compiler:
         tokenizer = self._tokenizer(eos_ids)
         began = time.perf_counter()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-        if not matcher.is_error():
-            # The first mask builds the lexer's tables for the vocabulary.
-            matcher.compute_bitmask()
+        # The first mask builds the lexer's tables for the vocabulary.
+        matcher.compute_bitmask()
         self.compiled += 1
         self.seconds += time.perf_counter() - began
         if matcher.is_error():

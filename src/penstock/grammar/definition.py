@@ -1,7 +1,6 @@
 """Turns a user's constraint (schema, regex, choice, grammar, structural tag) into a validated llguidance grammar.
 
-Runs where requests are parsed and needs no tokenizer; `compiling.py` compiles the grammar for a vocabulary. Every error that a
-user can cause is raised here."""
+Runs where requests are parsed, without a tokenizer, and raises every error that a user can cause; `compiling.py` compiles."""
 
 from __future__ import annotations
 
@@ -177,8 +176,6 @@ def _fault(grammar: str, size: int = 257) -> str:
     from llguidance import LLMatcher
 
     matcher = LLMatcher(_bytes_tokenizer(size), grammar, log_level=0, limits=limits())
-    if matcher.is_error():
-        return _first_lines(matcher.get_error())
     matcher.compute_bitmask()
     if matcher.is_error():
         return _first_lines(matcher.get_error())
@@ -193,8 +190,7 @@ def _first_lines(message: str) -> str:
 
 @functools.cache
 def _bytes_tokenizer(size: int = 257) -> LLTokenizer:
-    """Returns a tokenizer of single bytes, which suffices to validate a grammar, with ids without text up to `size` that stand
-    for the special tokens."""
+    """Returns a tokenizer of single bytes, which can validate grammars; ids up to `size` without text are special tokens."""
     from llguidance import LLTokenizer
 
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *[b""] * (size - 257)]

@@ -9,8 +9,7 @@ from typing import Any
 def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:
     """Returns False if `root` certainly has no finite value, because its references recurse without end.
 
-    Computes the least fixed point of "has a finite value": no subschema has one at first, and each round adds those whose parts
-    have one."""
+    Computes a least fixed point: no subschema has a finite value at first, and each round adds those whose parts have one."""
     ends: dict[int, bool] = {}
     nodes: dict[int, Any] = {}
 

@@ -41,8 +41,7 @@ _PCT = f"%{_HEX}{{2}}"
 
 
 def _references(letters: str, private: str) -> tuple[str, str]:
-    """Returns the patterns of absolute and relative references of RFC 3986, or of RFC 3987 if `letters` includes more than
-    ASCII."""
+    """Returns the patterns of absolute and relative references of RFC 3986; of RFC 3987 if `letters` has more than ASCII."""
     unreserved = f"[a-zA-Z0-9._~{letters}-]"
     plain = f"(?:{unreserved}|{_PCT}|[!$&'()*+,;=])"
     char = f"(?:{plain}|[:@])"

@@ -95,8 +95,7 @@ def _escape(character: str) -> str:
 
 
 def _bound(kind: str, opposite: str, step: int = 0) -> Callable[[Any, Resolve, int], Schema | None]:
-    """Returns the function that negates a bound on values of a type as a bound on the other side. `step`: distance of the
-    two bounds if both are inclusive counts."""
+    """Returns what negates a bound of a type as one on the other side. `step`: their distance if both are inclusive counts."""
     def build(value: Any, _resolve: Resolve, _depth: int) -> Schema | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None

@@ -1,7 +1,6 @@
 """Property orders that an object may be written in: that of `properties`, and that of `required` if it differs.
 
-llguidance writes properties in the schema's order. Serializers that sort keys lose the author's order in `properties` but not
-in the list `required`, so both orders are accepted."""
+Serializers that sort keys lose the author's order in `properties`, which llguidance writes, but not in the list `required`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Translates regular expressions of JSON Schema (ECMA-262, unicode mode) to llguidance's (Rust's regex crate).
 
-A few characters differ in meaning, and each difference would accept strings that the schema forbids. Unknown syntax is passed
-on unchanged, and llguidance refuses it."""
+A few characters differ in meaning and would accept strings that the schema forbids. llguidance refuses unknown syntax."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def _rust_escape(code: int) -> str:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """Returns the translated class at `at`, and its end. Brackets and doubled operators have no special meaning there in
-    ECMA-262."""
+    """Returns the translated class at `at`, and its end. In ECMA-262 brackets and doubled operators mean nothing there."""
     out, at = ["["], at + 1
     if pattern[at:at + 1] == "^":
         out.append("^")

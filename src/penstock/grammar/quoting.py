@@ -31,8 +31,7 @@ _COMMON = {
 
 
 def quoted(grammar: str) -> str:
-    """Returns the grammar of the escaped texts, without the surrounding quotation marks. Raises RequestError for syntax
-    without an escaped form."""
+    """Returns the grammar of the escaped texts, without quotation marks. RequestError for syntax without such a form."""
     out: list[str] = []
     terms = [(kind, grammar[begin:end]) for kind, begin, end in spans(grammar)]
     at = 0
@@ -95,8 +94,7 @@ def _regex(pattern: str, flags: str) -> str:
 
 
 class _Escaped:
-    """Writes a parsed regex in Rust's syntax with its characters escaped as in JSON. Raises KeyError for syntax without such
-    a form."""
+    """Writes a parsed regex in Rust's syntax with its characters escaped as in JSON. KeyError for syntax without that form."""
 
     def sequence(self, parts: Any, flags: int) -> str:
         return "".join(self._part(kind, value, flags) for kind, value in parts)

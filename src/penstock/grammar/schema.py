@@ -101,8 +101,7 @@ def _anchored(root: Any, name: str) -> Any:
 
 
 def children(schema: Any, pointer: str, deep: bool = False) -> Iterator[tuple[Any, str]]:
-    """Yields the subschemas of a schema with their pointers. `deep`: also the schema itself, its definitions, and all nested
-    subschemas."""
+    """Yields the subschemas of a schema with their pointers. `deep`: also itself, its definitions and all nested ones."""
     if deep:
         yield schema, pointer
     if not isinstance(schema, dict):
@@ -229,8 +228,7 @@ class _Walk:
                 schema["enum"] = [*schema["enum"], None]
 
     def one_of(self, schema: dict[str, Any], pointer: str) -> None:
-        """Rewrites oneOf as anyOf if no value is valid under two branches; each branch excludes the branches that it may
-        overlap."""
+        """Rewrites oneOf as anyOf; each branch excludes those that it may overlap, so that no value is valid under two."""
         branches = schema["oneOf"]
         if not isinstance(branches, list) or not branches:
             raise UnenforceableError(pointer, "it must be a list of schemas")
@@ -278,8 +276,7 @@ class _Walk:
             del schema[key]
 
     def dependencies(self, schema: dict[str, Any], pointer: str) -> None:
-        """Rewrites dependencies: either the property is absent, or it is present and the required properties or the schema
-        hold."""
+        """Rewrites dependencies: the property is absent, or it is present and the required properties or the schema hold."""
         key = pointer.rpartition("/")[2]
         found = schema.pop(key)
         if not isinstance(found, dict):
@@ -361,8 +358,7 @@ def _within(branch: Any, context: dict[str, Any]) -> Any:
 
 
 def _beyond(branch: Any, other: Any) -> Any:
-    """Returns the part of `other` that `branch` does not imply by equal keywords; excluding it from `branch` excludes
-    `other`."""
+    """Returns the part of `other` that `branch` lacks; excluding it from `branch` excludes `other`."""
     if not isinstance(branch, dict) or not isinstance(other, dict):
         return other
     return {key: value for key, value in other.items() if key not in _INDEPENDENT or branch.get(key, ...) != value}

@@ -53,8 +53,7 @@ def regex_text(pattern: str) -> str:
 
 
 def matching(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the regexes that must all match a text that is valid under a schema's string keywords. Raises RequestError for
-    an unknown format."""
+    """Returns the regexes that a text valid under a schema's string keywords must match. RequestError for unknown formats."""
     found: list[str] = []
     if "format" in schema:
         meaning = schema_of(schema["format"])
@@ -126,8 +125,7 @@ class _Writer:
         return " ".join(part for part in (*parts, _quoted(text[at:])) if part) or '""'
 
     def _free_of(self, plain: Iterable[str], unlike: Iterable[str] = ()) -> str:
-        """Returns a rule for text in which none of `plain` occurs, spelled out, and none of the regexes `unlike` matches (^:
-        at its start)."""
+        """Returns a rule for text without any of `plain`, spelled out, that no regex of `unlike` matches (^: at its start)."""
         never = [*(_ANY + _escaped(stop) for stop in plain),
                  *((_ANY if not pattern.startswith("^") else "") + regex_text(pattern)[1:-1] for pattern in unlike)]
         return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{one}{_ANY}/" for one in never)]))
@@ -172,8 +170,7 @@ class _Writer:
         return self._rule(f"{_times(calls, node.least, node.most)} {tail}")
 
     def _ending(self, node: Triggered) -> str:
-        """Returns a rule for text with one tag at its end. No trigger may be spelled out: a parser cannot tell a special
-        token from its text."""
+        """Returns a rule for text with a tag at its end. No trigger may be spelled out: parsers take that for the token."""
         triggers = tuple(trigger for trigger, _ in node.tags)
         text, before = self._free_of((*triggers, *node.never), node.unlike), self._free_of(node.never, node.unlike)
         markers = [self._literal(marker) for marker in node.special if marker in self._special]

@@ -223,6 +223,18 @@ FACTS: list[tuple[str, str, str, Calls]] = [
      + "</｜DSML｜function_calls>", "", [("area", {"digits": 7, "unit": "C"})]),
     ("gemma4", '<|tool_call>call:user{home:{<|"|>3<|"|>:<|"|>a]b<|"|>},age:,role:null}<tool_call|>', "",
      [("user", {"home": {"3": "a]b"}, "age": "", "role": None})]),
+    *(("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"weather\">\n<｜DSML｜parameter name=\"" + key + f"\" string=\"{flag}\">{J_ROME}"
+       "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>", "", [("weather", ROME)])
+      for key, flag in (("arguments", "false"), ("input", "true"))),
+    ("deepseek_v32", "<｜DSML｜function_calls><｜DSML｜invoke name=\"weather\"><｜DSML｜parameter name=\"arguments\" string=\"false\">{\"a\": 1}"
+     "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", "", [("weather", {"arguments": {"a": 1}})]),
+    ("deepseek_v32", "<｜DSML｜function_calls><｜DSML｜invoke name=\"weather\"><｜DSML｜parameter name=\"input\" string=\"true\">x"
+     "</｜DSML｜parameter><｜DSML｜parameter name=\"city\" string=\"true\">Rome</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", "",
+     [("weather", {"input": "x", "city": "Rome"})]),
+    ("kimi_k2", KIMI + KIMI_CALL.format("0", J_ROME) + KIMI_CALL.format("1", '{"digits": 7}') + KIMI_END, "", [("weather", ROME), ("area", {"digits": 7})]),
+    ("kimi_k2", KIMI + KIMI_CALL.format("0", '{"colour": 1}') + KIMI_END, "*", []),
+    ("cohere_command3", "<|START_RESPONSE|>It is <co>warm</co: 0:[1,2],1:[3]> in <co: 0>Rome</co: 0>.<|END_RESPONSE|>", "It is warm in Rome.", []),
+    ("cohere_command3", "<|START_RESPONSE|>A <code> is </co: no end\nhere<|END_RESPONSE|>", "A <code> is </co: no end\nhere", []),
     # one bad call among good ones
     ("minimax", f"<tool_calls>\n{W_ROME}\n{{not json}}\n{W_OSLO}\n</tool_calls>", "{not json}", [("weather", ROME), ("weather", OSLO)]),
     ("kimi_k2", f"{KIMI}{KIMI_CALL.format('weather', '{')}{KIMI_CALL.format('add:1', J_ADDED)}{KIMI_END}", "*", [("add", ADDED)]),
@@ -253,6 +265,8 @@ REASONED: list[tuple[str, str, str, str]] = [
     ("hunyuan_a13b", "<think>\nLet me see.\n</think>\n<answer>\nRight.\n</answer>", "Let me see.", "Right."),
     ("apertus", "<|inner_prefix|>Let me see.<|inner_suffix|>Right.", "Let me see.", "Right."),
     ("cohere_command3", "<|START_THINKING|>Let me see.<|END_THINKING|><|START_RESPONSE|>Right.<|END_RESPONSE|>", "Let me see.", "Right."),
+    ("cohere_command4", "<|START_THINKING|>A <co>rainbow: 🌈</co: 0:[1]>!<|END_THINKING|>\n<|START_RESPONSE|>foo <co>bar</co: 0:[1,2],1:[3,4]><|END_RESPONSE|>",
+     "A rainbow: 🌈!", "foo bar"),
     ("openai_gptoss", "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>Right.<|return|>",
      "Let me see.", "Right."),
     ("openai_gptoss", "<|channel|>analysis<|message|>Let me", "Let me", ""),

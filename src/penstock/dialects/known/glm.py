@@ -1,6 +1,6 @@
 """GLM 4.5 to 5, Poolside's models and Hunyuan 3: a name, and keys and values in tags."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from penstock.dialects.description import THINK, Block, Dialect, Tags, Written
 
