@@ -198,7 +198,8 @@ class Sampler:
     def _bring(self, lists: list[npt.NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
         """Uploads lists of row indices in one copy. Returns them as int32 device tensors."""
         size = sum(map(len, lists))
-        self._staging.host(size)[:size] = np.concatenate(lists)
-        self._staging.send(size)
+        if size:
+            self._staging.host(size)[:size] = np.concatenate(lists)
+            self._staging.send(size)
         parts: tuple[torch.Tensor, ...] = self._staging.device(size).split([len(found) for found in lists])
         return parts
