@@ -29,6 +29,5 @@ class Masker(Protocol):
         ...
 
     def masks(self, segments: List[MaskedSegment]) -> Callable[[], Masks]:
-        """Begins to compute the lines of all these segments. The function waits for them and returns them in their order; it is
-        called once, before another step is applied."""
+        """Begins to compute these segments' lines, in order. The function waits for them, before another step is applied."""
         ...

@@ -255,8 +255,7 @@ class Reader:
 
 
 def first(text: str, at: int, markers: Sequence[str], ended: bool) -> tuple[int, str | None, int]:
-    """Returns (place, marker) of the first certain marker in `text` from `at` on, or (-1, None), and the place before which
-    no marker can begin any more."""
+    """Returns (place, marker) of the first certain marker from `at` on, or (-1, None), and up to where none can begin."""
     safe, best, found = len(text), len(text) + 1, None
     for marker in markers:
         place = text.find(marker, at, best + len(marker))

@@ -30,15 +30,14 @@ class Tools:
 
     def types(self, tool: str, key: str) -> frozenset[str]:
         """Returns the JSON types that a parameter may have; empty if the schema does not restrict them."""
-        schema = self._schemas.get(tool, {})
-        properties = schema.get("properties")
-        found = properties.get(key) if isinstance(properties, Mapping) else None
-        return types_of(found, schema)
+        known, schema = self.properties(tool)
+        return types_of(known.get(key), schema)
 
     def properties(self, tool: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Returns (a tool's parameters by name, the whole schema)."""
         schema = self._schemas.get(tool, {})
-        return schema.get("properties") or {}, schema
+        found = schema.get("properties")
+        return found if isinstance(found, Mapping) else {}, schema
 
     def shaped(self, tool: str, key: str, tree: Tree) -> Any:
         """A parameter's value, given its elements."""
@@ -59,11 +58,8 @@ class Tools:
 
     def taking(self, arguments: Mapping[str, Any]) -> str:
         """The only tool that there is, or the only one that can take these arguments; "" if none or several can."""
-        if len(self._schemas) > 1:
-            fitting = [name for name, schema in self._schemas.items()
-                       if set(schema.get("required") or ()) <= arguments.keys() <= self.properties(name)[0].keys()]
-        else:
-            fitting = self.names
+        fitting = [name for name, schema in self._schemas.items() if len(self._schemas) == 1 or
+                   set(schema.get("required") or ()) <= arguments.keys() <= self.properties(name)[0].keys()]
         return fitting[0] if len(fitting) == 1 else ""
 
     @property

@@ -56,7 +56,7 @@ class Constraints:
     def admit(self) -> None:
         """Passes requests whose grammars are ready to the scheduler. Waits briefly for one if there is nothing else to do."""
         if self.requests and not self._scheduler.busy:
-            self._compiler.wait(_WAIT_SECONDS)
+            self._compiler.news.wait(_WAIT_SECONDS)
         for request, error in self._compiler.ready():
             if error is None:
                 try:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -85,9 +84,9 @@ class Engine:
         self.options = options
         self.beams = BeamSearches(self._add, self._abort)
         self._in_flight: deque[Pending] = deque()
-        self._masking: tuple[int, Callable[[], Masks], Callable[[], Masks]] | None = None
-        """The last plan's number while its masks are being computed, what waits for them, and masks to send after an error: the
-        worker would wait for ever, and closing the engine with it."""
+        self._masking: tuple[int, tuple[int, int], Callable[[], Masks] | None] | None = None
+        """The last plan's number while its masks are being computed, their shape, and what waits for them. None after an error:
+        then masks that allow all are sent, because the worker waits for some, and closing the engine for it."""
         self.events: CacheEvents | None = None
         self._ended = False
         self._profiled = False
@@ -311,16 +310,15 @@ class Engine:
         self._take_results(1)
         segments = self.scheduler.masked(plan, drafts)
         shape = sum(1 + len(segment.drafts) for segment in segments), -(-self.info.vocab_size // 32)
-        anything = partial(_anything, shape)
-        self._masking = plan.id, anything, anything
-        self._masking = plan.id, masker.masks(segments), anything
+        self._masking = plan.id, shape, None
+        self._masking = plan.id, shape, masker.masks(segments)
 
     def _mask(self) -> None:
         """Sends the masks that were begun, if they are not sent yet, once they are computed."""
         if self._masking is not None:
-            plan_id, found, anything = self._masking
-            self._masking = plan_id, anything, anything
-            self.executor.mask(plan_id, found())
+            plan_id, shape, finish = self._masking
+            self._masking = plan_id, shape, None
+            self.executor.mask(plan_id, finish() if finish is not None else Masks(np.full(shape, -1, np.int32)))
             self._masking = None
 
     def stats(self) -> EngineStats:
@@ -356,8 +354,3 @@ class Engine:
         self._ended = True
         self._in_flight.clear()
         self.executor.close()
-
-
-def _anything(shape: tuple[int, int]) -> Masks:
-    """Masks [lines, words] that allow every token."""
-    return Masks(np.full(shape, -1, np.int32))

@@ -11,8 +11,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.request import Request
@@ -36,8 +37,7 @@ _CACHED_CHARACTERS = 8_000_000
 """Maximum total length of the cached grammars' texts, a proxy for their memory."""
 
 
-@dataclass(slots=True)
-class _Compiled:
+class _Compiled(msgspec.Struct):
     """A grammar's matchers. A copy shares its lexer, and the lock on it, with the matcher that it was copied from: masks of
     rows that follow one grammar are computed in parallel only if the rows come from several."""
 
@@ -71,8 +71,8 @@ class Compiler:
         self._characters = 0
         self._running: dict[tuple[str, tuple[int, ...]], Future[LLMatcher]] = {}
         self.waiting: dict[str, Request] = {}
-        """The requests that wait for their grammar, by id."""
-        self._news = threading.Event()
+        self.news = threading.Event()
+        """Set while a grammar is ready."""
 
     def add(self, request: Request) -> bool:
         """Accepts a request that may need a grammar. Returns False if it need not wait: it has no grammar, or a cached one."""
@@ -89,7 +89,7 @@ class Compiler:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_THREADS, "penstock-grammar", _yield_to_steps)
             self._running[key] = future = self._pool.submit(self._compile, *key)
-            future.add_done_callback(lambda _: self._news.set())
+            future.add_done_callback(lambda _: self.news.set())
         return True
 
     def abort(self, ids: Iterable[str]) -> list[Request]:
@@ -100,15 +100,11 @@ class Compiler:
                 del self._running[key]
         return gone
 
-    def wait(self, seconds: float) -> None:
-        """Blocks until a grammar is ready or `seconds` have passed."""
-        self._news.wait(seconds)
-
     def ready(self) -> list[tuple[Request, RequestError | None]]:
         """Returns the requests that no longer wait, each with the error that prevents serving it, if any."""
-        if not self._news.is_set():
+        if not self.news.is_set():
             return []
-        self._news.clear()
+        self.news.clear()
         errors: dict[tuple[str, tuple[int, ...]], RequestError | None] = {}
         for key, future in list(self._running.items()):
             if future.done():
@@ -194,8 +190,7 @@ class Compiler:
 
 
 def parallel() -> bool:
-    """Whether llguidance's threads compute masks: handing over work takes as long as some masks, and on one or two processors
-    the model's own threads need them."""
+    """Whether llguidance's threads compute masks: of one or two processors the model's own threads need all."""
     return len(os.sched_getaffinity(0)) > 2
 
 

@@ -54,8 +54,7 @@ def spans(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def check_productive(text: str) -> None:
-    """Raises RequestError if the rule `start` derives no finite text, as in `start: "a" start`. A grammar with syntax that
-    is not understood here passes: llguidance judges it."""
+    """Raises RequestError if the rule `start` derives no finite text, as in `start: "a" start`. Unknown syntax passes."""
     if "%lark" in text:
         return
     rules = _rules(text)

@@ -75,8 +75,7 @@ class Masker:
     def __init__(self, compiler: Compiler, vocab_size: int,
                  propose: Callable[[Sequence, int, list[int]], None] | None = None,
                  spare: Callable[[], int] = lambda: 1 << 30) -> None:
-        """`propose(sequence, at, tokens)` receives forced tokens from position `at` on, before they are chosen. `spare()`
-        returns how many of them a step can check."""
+        """`propose(sequence, at, tokens)` receives forced tokens from `at` on; `spare()` says how many a step can check."""
         self.masked = self.forced = 0
         """Masks made, and tokens that the grammar determined, since the engine started."""
         self.seconds = 0.0
@@ -263,7 +262,7 @@ class Masker:
                 matcher.unsafe_compute_mask_ptr(pointer + line * width, width)
             plain = []
         if not plain and not drafted:
-            return _nothing
+            return lambda: None
 
         begun = Event()
 
@@ -302,10 +301,6 @@ class Masker:
         from llguidance import LLExecutor
 
         return LLExecutor()
-
-
-def _nothing() -> None:
-    """All masks are filled."""
 
 
 def _numbered(rows: list[_Row]) -> Iterator[tuple[int, list[int], int]]:

@@ -59,8 +59,7 @@ class Numbers:
         self._overflowing = functools.lru_cache(1024)(self._find_overflowing)
 
     def bound(self, rows: Iterable[tuple[int, List[int], int]], bits: Ints) -> None:
-        """Excludes from masks what would overflow. `rows` are (line in `bits`, the tokens before it, where the answer begins
-        in them). Never excludes all tokens of a line."""
+        """Excludes what would overflow, but never all. `rows`: (line of `bits`, tokens before, where the answer begins)."""
         words = bits.view(np.uint32)
         strings = np.zeros(len(bits), np.uint32)
         for token in self._strings:

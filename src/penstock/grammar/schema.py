@@ -29,8 +29,7 @@ MAX_BRANCHES = 64
 _WHITESPACE = r"[ \t]{1,4}|[ \t]{0,4}\r?\n[ \t]{0,40}"
 """A few blanks, or a line break and an indentation. Without a limit a model may write white space until max_tokens."""
 OPTIONS = {"json_allowed_escapes": '"\\bfnrt', "whitespace_pattern": _WHITESPACE}
-"""llguidance's options. Numeric escapes are excluded, because a property name spelled with them would pass for another name;
-every character can be written without them."""
+"""llguidance's options. Numeric escapes are excluded: a name spelled with them would pass for another. None is needed."""
 
 _UNWRITABLE = re.compile(r"[^\n\r\t\b\f -\x7e\x80-\U0010ffff]")
 _LLGUIDANCE = "x-guidance"

@@ -8,8 +8,7 @@ CITING = (("<co>", ""), ("</co: ", ">"), ("<co: ", ">"))
 DIALECTS = (
     Dialect("cohere_command", (Block("<|START_ACTION|>", Json(), "<|END_ACTION|>"),),
             Written('{{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {arguments}}}',
-                    "<|START_ACTION|>[\n    ",
-                    ",\n    ", "\n]<|END_ACTION|>"),
+                    "<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>"),
             REASONING, HIDDEN, citing=CITING, aliases=("cohere", "cohere_command3", "cohere_command4"),
             reasoning_names=("cohere_command3", "cohere_command4", "cohere"), signs=(("<|START_ACTION|>",),), rank=60),
     Dialect("command_r_plus", tuple(Block(f"Action:{gap}```json", Json(), "```") for gap in ("\n", " ", "")),
