@@ -136,17 +136,20 @@ class Promises(Policy):
 
     def standing(self, group: str) -> Standing:
         tier, _, name = group.partition("\n")
-        ahead, within = self._tenants[name].had - self._floor, self._within(tier, name)
-        return ahead if ahead > self._tolerance else 0.0, within if within * self.classes[tier].weight > self._lenient else 0.0
-
-    def _within(self, tier: str, tenant: str) -> float:
-        """The weighted service by which a class is ahead of the least served of its tenant."""
-        shares = self._shares[tenant]
-        return 0.0 if len(shares) == 1 else shares[tier].had - _least(shares.values(), shares[tier].had)
+        ahead, shares = self._tenants[name].had - self._floor, self._shares[name]
+        owed = 0.0
+        if len(shares) > 1:
+            # In tokens of the class that had most. The owed class itself comes first: were the leader put last instead, a third
+            # class with earlier deadlines would take what the leader leaves.
+            most, weight = max((share.had, self.classes[other].weight) for other, share in shares.items() if share.live)
+            owed = max(0.0, (most - shares[tier].had) * weight - self._lenient)
+        return ahead if ahead > self._tolerance else 0.0, -owed
 
     def _credit(self, sequence: Sequence) -> float:
-        tier = sequence.request.tier
-        return max(0.0, self._lenient - self._within(tier, sequence.request.tenant) * self.classes[tier].weight)
+        """Tokens by which the class may still get ahead of the least served of its tenant."""
+        tier, shares = sequence.request.tier, self._shares[sequence.request.tenant]
+        lead = shares[tier].had - _least(shares.values(), shares[tier].had)
+        return max(0.0, self._lenient - lead * self.classes[tier].weight)
 
     def key(self, sequence: Sequence) -> Key:
         return sequence.request.priority, sequence.promise, sequence.request.arrival, sequence.index
