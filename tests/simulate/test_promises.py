@@ -215,6 +215,22 @@ def test_overload_is_refused_and_those_taken_in_are_served_in_time() -> None:
     assert goodput[3.0] >= 0.95 * goodput[0.8]
 
 
+def test_a_class_that_is_owed_takes_little_from_those_that_were_promised_more() -> None:
+    """Three times the load, until the leading class has used its credit: batch gets its share, and promises hold. A forecast
+    counts requests of later classes that have waited so long that they are due first."""
+    def stream() -> Iterator[Request]:
+        draw, now = random.Random(2), 1.0
+        for number in range(2400):
+            now += draw.expovariate(100)
+            yield asked(f"r{number}", draw.randint(500, 1500), draw.choice(["interactive", "standard", "batch"]), now, 10)
+
+    cost = structs.replace(COST, max_num_batched_tokens=8192, max_num_seqs=1024)
+    records = Fleet(cost, 1, policy="promises", classes=WIDE).run(stream()).records
+    for tier in ("interactive", "standard"):
+        taken = [r for r in records if r.tier == tier and not r.refused]
+        assert len(taken) > 300 and sum(r.kept(BUILT_IN[tier]) for r in taken) >= 0.99 * len(taken)
+
+
 def test_forecasts_count_on_classes_that_go_on_coming() -> None:
     """Requests with the tighter promise pass those with the wider one for as long as these wait."""
     classes = {"": Service(), "fast": Service(ttft=0.5, weight=2.0), "slow": Service(ttft=4.0)}

@@ -87,20 +87,23 @@ class Forecast:
                     self._tokens[sequence.request.tier] += count
             self._entered = keep * self._entered + entered
 
-    def seconds(self, request: Request, reading: int, taken: bool, credit: float) -> float:
+    def seconds(self, request: Request, reading: int, due: dict[str, tuple[int, int]], taken: bool, credit: float) -> float:
         """Predicted seconds to the first token of a new request; `reading`: prompt tokens left of the running sequences;
-        `taken`: all rows are, and none would be given up; `credit`: tokens that its class may have before others are owed
-        some."""
+        `due`: prompt tokens and number of those who wait and are due before it, by group of classes that promise later;
+        `taken`: all rows are, and none would be given up; `credit`: tokens that its class may have before others are owed any.
+        """
         own, service = len(request.prompt_ids), self._classes[request.tier]
         tokens, entries, later = Counter[str](), Counter[str](), list[tuple[float, str, int, int]]()
         for group, count in self.waiting.items():
             tier, _, tenant = group.partition("\n")
             other = self._classes[tier]
             if other.ttft > service.ttft:
-                later.append((other.weight / service.weight, tenant, self.unread[group], count))
-                continue
-            tokens[tenant] += self.unread[group]
-            entries[tenant] += count
+                first, many = due.get(group, (0, 0))
+                later.append((other.weight / service.weight, tenant, self.unread[group] - first, count - many))
+            else:
+                first, many = self.unread[group], count
+            tokens[tenant] += first
+            entries[tenant] += many
         # Classes that are due later get their share once this one has used its credit.
         beyond = max(0.0, 1 - credit / max(1, own + tokens.total()))
         for ratio, tenant, unread, count in later:
@@ -124,13 +127,12 @@ class Forecast:
         weights = sum(self._classes[tier].weight for tier, done in self._tokens.items() if done)
         return max(later / max(1.0, sum(self._tokens.values())), service.weight / max(service.weight, weights))
 
-    def check(self, sequence: Sequence, group: str, now: float, reading: int, free: bool, taken: bool,
-              credit: float) -> None:
+    def check(self, sequence: Sequence, group: str, now: float, reading: int, due: dict[str, tuple[int, int]], free: bool,
+              taken: bool, credit: float) -> None:
         """RequestError 429 if the queue of the request's class or tenant is full, or if its promise cannot be kept; with the
-        seconds after which it probably could. `free`: nobody waits and there are rows; `taken`, `credit`: as for
-        `seconds`."""
+        seconds after which it probably could. `free`: nobody waits and there are rows; the others: as for `seconds`."""
         request, service = sequence.request, self._classes[sequence.request.tier]
-        late = 0.0 if free else now + self.seconds(request, reading, taken, credit) - request.arrival
+        late = 0.0 if free else now + self.seconds(request, reading, due, taken, credit) - request.arrival
         mine = self.waiting[group]
         many = sum(count for other, count in self.waiting.items() if other.startswith(f"{request.tier}\n"))
         most = service.queue if not request.tenant else service.tenant_queue or max(1, service.queue // 2)

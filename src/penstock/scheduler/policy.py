@@ -29,7 +29,7 @@ class Policy:
     def arrive(self, sequence: Sequence) -> None:
         """Reports a new sequence, before it is in any order. RequestError if it cannot be served."""
 
-    def admit(self, sequence: Sequence, now: float, running: Order, taken: bool, free: bool) -> None:
+    def admit(self, sequence: Sequence, now: float, running: Order, waiting: Order, taken: bool, free: bool) -> None:
         """RequestError if a request that arrives now could not be served as promised. `taken`: no row is free, nor held beyond
         a request's share; `free`: nobody waits, and there are rows."""
 
@@ -167,6 +167,11 @@ class Order:
     def heads(self) -> list[Sequence]:
         """The first sequence of each group."""
         return [group[0][2] for group in self._groups.values()]
+
+    def before(self, group: str, key: Key) -> list[Sequence]:
+        """The sequences of a group whose keys are lower."""
+        entries = self._groups.get(group, [])
+        return [entry[2] for entry in entries[:bisect_left(entries, (key,))]]
 
     def add(self, sequence: Sequence) -> None:
         """Inserts a sequence, after those of equal keys."""

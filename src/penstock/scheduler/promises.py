@@ -95,12 +95,18 @@ class Promises(Policy):
                 account.had = max(account.had, _least(others.values(), account.had))
             account.live += 1
 
-    def admit(self, sequence: Sequence, now: float, running: Order, taken: bool, free: bool) -> None:
-        reading = 0
+    def admit(self, sequence: Sequence, now: float, running: Order, waiting: Order, taken: bool, free: bool) -> None:
+        reading, due = 0, dict[str, tuple[int, int]]()
         if not free:
+            ttft, key = self.service(sequence).ttft, self.key(sequence)
+            for group in waiting.groups:
+                if self.classes[group.partition("\n")[0]].ttft > ttft:
+                    first = waiting.before(group, key)
+                    found = [s.prompt_len for s in first if not (s.index or s.request.follows or s.stretched)]
+                    due[group] = sum(found), len(found)
             reading = sum(s.goal - s.planned for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise)
             taken = taken and not any(self.expendable(s, sequence) for s in running)
-        self._forecast.check(sequence, self.group(sequence), now, reading, free, taken, self._credit(sequence))
+        self._forecast.check(sequence, self.group(sequence), now, reading, due, free, taken, self._credit(sequence))
 
     def waits(self, sequence: Sequence, change: int) -> None:
         self._forecast.waits(sequence, self.group(sequence), change)

@@ -90,7 +90,7 @@ class Scheduler:
         if not (request.part or request.follows):
             free = bool(self.queues.rows) and not self.waiting and not self.queues.crowded
             try:
-                self.policy.admit(sequences[0], now, self.running, not free and self.admission.taken(), free)
+                self.policy.admit(sequences[0], now, self.running, self.waiting, not free and self.admission.taken(), free)
             except RequestError:
                 self.policy.end(sequences[0])
                 self._refused = True
