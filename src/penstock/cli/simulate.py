@@ -62,11 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def cost_of(args: argparse.Namespace) -> Cost:
     """The cost model, with the limits of the command line."""
-    cost = read_cost(args.model_cost)
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if getattr(args, name) is not None:
-            cost = structs.replace(cost, **{name: getattr(args, name)})
-    return cost
+    given = {name: getattr(args, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
+    return structs.replace(read_cost(args.model_cost), **{name: value for name, value in given.items() if value is not None})
 
 
 def simulated(args: argparse.Namespace, cost: Cost, replicas: int, router: str,

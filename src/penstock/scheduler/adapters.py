@@ -22,14 +22,10 @@ class Slots:
         """The slot of an adapter for one more sequence, and whether it has to be filled first. There must be room."""
         if not adapter:
             return 0, False
-        slot = self._slot.pop(adapter, 0)
-        filled = bool(slot)
-        if not slot:
-            if not self._free:
-                victim = next(name for name in self._slot if not self._held[name])
-                self._free.append(self._slot.pop(victim))
-            slot = self._free.pop()
-        self._slot[adapter] = slot
+        filled = adapter in self._slot
+        if not filled and not self._free:
+            self.forget(next(name for name in self._slot if not self._held[name]))
+        self._slot[adapter] = slot = self._slot.pop(adapter, 0) or self._free.pop()
         self._held[adapter] += 1
         return slot, not filled
 

@@ -199,11 +199,9 @@ class Admission:
         queues, cache = self._queues, self._queues.cache
         sequence.planned = sequence.computed = cache.match(sequence, reuse)
         sequence.row = queues.rows[-1]
-        count = cache.chunk(sequence, min(sequence.goal - sequence.planned, budget))
-        if self.limits.whole and count < sequence.goal - sequence.planned:
-            sequence.row = -1
-            return 0
-        room = not queues.running or cache.has_room(sequence, sequence.goal)
+        left = sequence.goal - sequence.planned
+        count = cache.chunk(sequence, min(left, budget))
+        room = (count == left or not self.limits.whole) and (not queues.running or cache.has_room(sequence, sequence.goal))
         if room and cache.grow(sequence, sequence.planned + count):
             return count
         sequence.row = -1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from penstock.core.errors import RequestError
 from penstock.core.sequence import Sequence
@@ -37,14 +38,12 @@ _URGENT = 5
 """Steps before a prompt must start at which others make room for it."""
 
 
+@dataclass(slots=True)
 class _Account:
     """The service that a tenant, or one of its classes, had: tokens by weight, and its sequences that have not ended."""
 
-    __slots__ = ("had", "live")
-
-    def __init__(self) -> None:
-        self.had = 0.0
-        self.live = 0
+    had: float = 0.0
+    live: int = 0
 
 
 class Promises(Policy):
@@ -98,10 +97,9 @@ class Promises(Policy):
     def admit(self, sequence: Sequence, now: float, running: Order, waiting: Order, taken: bool, free: bool) -> None:
         reading, due = 0, dict[str, tuple[int, int]]()
         if not free:
-            ttft, key = self.service(sequence).ttft, self.key(sequence)
             for group in waiting.groups:
-                if self.classes[group.partition("\n")[0]].ttft > ttft:
-                    first = waiting.before(group, key)
+                if self.classes[group.partition("\n")[0]].ttft > self.service(sequence).ttft:
+                    first = waiting.before(group, self.key(sequence))
                     found = [s.prompt_len for s in first if not (s.index or s.request.follows or s.stretched)]
                     due[group] = sum(found), len(found)
             reading = sum(s.goal - s.planned for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise)

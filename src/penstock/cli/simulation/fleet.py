@@ -211,12 +211,10 @@ class Fleet:
                 heapq.heappush(events, (replica.wake, i))
         outcome.seconds = now
         outcome.busy = [replica.busy for replica in self._replicas]
-        for replica in self._replicas:
-            stats = replica.scheduler.stats
-            outcome.preemptions += stats.preemptions
-            for name, seconds in zip(LIMITS, stats.limits, strict=True):
-                if seconds:
-                    outcome.limits[name] = outcome.limits.get(name, 0.0) + seconds
+        found = [replica.scheduler.stats for replica in self._replicas]
+        outcome.preemptions = sum(stats.preemptions for stats in found)
+        spent = zip(*(stats.limits for stats in found), strict=True)
+        outcome.limits = {name: sum(seconds) for name, seconds in zip(LIMITS, spent, strict=True) if any(seconds)}
         outcome.limits["client"] = max(0.0, (now - outcome.records[0].arrival) * len(outcome.busy) - sum(outcome.busy)
                                        ) if outcome.records else 0.0
         return outcome
