@@ -254,7 +254,7 @@ class Masker:
 
     def _fill(self, todo: list[_Asked], bits: Ints) -> Callable[[], None]:
         """Begins to fill the masks of all matchers. The function returned waits for them."""
-        pointer, width, lines = bits.ctypes.data, bits.shape[1] * 4, len(bits)
+        pointer, width = bits.ctypes.data, bits.shape[1] * 4
         plain = [(matcher, line) for matcher, line, drafts in todo if not drafts]
         drafted = [one for one in todo if one[2]] if len(plain) < len(todo) else []
         if not self._parallel or len(plain) <= 2:
@@ -267,11 +267,12 @@ class Masker:
         begun = Event()
 
         def fill() -> None:
+            # It holds `bits`, so that they live as long as threads write to them.
             begun.set()
             if plain:
-                self._pool.unsafe_compute_mask_ptr(plain, pointer, width, lines)
+                self._pool.unsafe_compute_mask_ptr(plain, pointer, width, len(bits))
             if drafted:
-                self._pool.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
+                self._pool.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, len(bits))
 
         found = self._thread.submit(fill)
         # The thread needs the interpreter's lock until llguidance lets go of it; without waiting here it gets it 5 ms later.
