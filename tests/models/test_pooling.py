@@ -17,6 +17,7 @@ from penstock.core.errors import ModelError, RequestError
 from penstock.core.request import Pool
 from penstock.engine.pooling import Scorer, Text
 from tests.data import DATA, MODELS, need
+from tests.system.served import served
 
 TEXTS = ["Once upon a time there was a little girl named Lily who liked to play outside in the sun. " * 3, "The sea is", "A"]
 SMALL = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4}
@@ -133,6 +134,24 @@ def test_classifier(tmp_path: Path, llm: LLM) -> None:
             classifier.generate("A", use_tqdm=False)
         with pytest.raises(RequestError, match="scores need one"):
             classifier.score("A", "B", False)
+
+
+def test_a_classifier_of_tokens(tmp_path: Path, llm: LLM) -> None:
+    """Also of a prompt that is computed in several steps."""
+    torch.manual_seed(1)
+    model = transformers.Qwen3ForSequenceClassification(tiny()).eval()
+    ids = [llm.get_tokenizer().encode(text) for text in TEXTS]
+    with torch.inference_mode():
+        logits = [model.score(model.model(torch.tensor([one])).last_hidden_state[0]) for one in ids]
+    with served(save(model, tmp_path), "--max-num-batched-tokens", "32", "--max-num-seqs", "8",
+                "--max-model-len", "256") as server:
+        assert max(map(len, ids)) > 64
+        for more, wanted in (({}, [one.softmax(-1) for one in logits]), ({"use_activation": False}, logits)):
+            answer = server.post("/pooling", input=ids, task="token_classify", **more).json()["data"]
+            for found, values in zip(answer, wanted, strict=True):
+                np.testing.assert_allclose(found["data"], values.numpy(), atol=2e-5)
+        [last] = server.post("/pooling", input=ids[0], task="classify").json()["data"]
+        np.testing.assert_allclose(last["data"], logits[0][-1].softmax(-1).numpy(), atol=2e-5)
 
 
 def test_a_classifier_of_one_label_scores_pairs(tmp_path: Path, llm: LLM) -> None:

@@ -210,6 +210,7 @@ def test_usage(server: Served) -> None:
 
 @pytest.mark.parametrize(("fields", "expected"), [
     ({}, 0), ({"cache_control": {"type": "ephemeral"}}, 127), ({"prompt_cache_retention": "24h"}, 127),
+    ({"prompt_cache_options": {"mode": "implicit"}}, 127), ({"prompt_cache_options": {"ttl": "2h"}}, 127),
     ({"prompt_cache_retention": "in_memory"}, 0), ({"cache_retention": [{"upto": 32, "priority": 90, "ttl": "1h"}]}, 32),
     ({"cache_control": {"type": "ephemeral", "priority": 0}}, 0), ({"cache_retention": [{"upto": "all"}]}, 127)])
 def test_retention(server: Served, fields: dict[str, Any], expected: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 
 import numpy as np
 import openai
 import pytest
+import torch
 
+from penstock.server.pooling.packing import packed
 from tests.data import MODELS, need
 from tests.system.served import NAME, TEMPLATE, Served, error_of, served
 
@@ -54,6 +57,42 @@ def test_texts_and_ids_are_the_same(server: Served) -> None:
     np.testing.assert_allclose(vectors(server, input=TEXTS[2])[0], wanted[2], atol=1e-5)
     [raw] = server.post("/v1/embeddings", input=TEXTS[0], encoding_format="base64").json()["data"]
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(raw["embedding"]), "<f4"), wanted[0], atol=1e-5)
+
+
+KINDS = {"float32": (torch.float32, np.uint32), "float16": (torch.float16, np.uint16), "bfloat16": (torch.bfloat16, np.uint16),
+         "fp8_e4m3": (torch.float8_e4m3fn, np.uint8), "fp8_e5m2": (torch.float8_e5m2, np.uint8)}
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+def test_vectors_as_bytes(server: Served, path: str, dtype: str, endianness: str) -> None:
+    """As torch rounds them, in a text, in a body with its places, and in a body alone."""
+    wanted = vectors(server, input=TEXTS)
+    kind, bits = KINDS[dtype]
+    codes = torch.from_numpy(wanted).to(kind).view(torch.uint8).numpy().view(bits)
+    lines = [line.tobytes() for line in (codes.byteswap() if endianness == "big" else codes)]
+    how = {"input": TEXTS, "embed_dtype": dtype, "endianness": endianness}
+    texts = server.post(path, **how, encoding_format="base64").json()["data"]
+    assert [base64.b64decode(one["embedding" if "v1" in path else "data"]) for one in texts] == lines
+    answer = server.post(path, **how, encoding_format="bytes")
+    told = json.loads(answer.headers["metadata"])
+    assert answer.headers["content-type"] == "application/octet-stream" and told["usage"]["prompt_tokens"] > 20
+    assert [answer.content[place["start"]:place["end"]] for place in told["data"]] == lines
+    assert {(place["embed_dtype"], place["endianness"], *place["shape"]) for place in told["data"]} == {(dtype, endianness, 64)}
+    bare = server.post(path, **how, encoding_format="bytes_only")
+    assert bare.content == b"".join(lines) and "metadata" not in bare.headers
+
+
+def test_eight_bit_numbers_are_rounded_as_torch_does() -> None:
+    values = np.concatenate([np.random.default_rng(0).normal(0, scale, 10_000) for scale in (1e-6, 1e-3, 0.1, 10)])
+    for name in ("fp8_e4m3", "fp8_e5m2"):
+        grid = torch.arange(128, dtype=torch.uint8).view(KINDS[name][0]).float().numpy()
+        grid = grid[np.isfinite(grid)]
+        tried = np.concatenate([values, grid, -grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
+        codes = torch.from_numpy(tried).to(KINDS[name][0]).view(torch.uint8).numpy().tobytes()
+        assert packed(tried, name, "little") == codes, name
+        assert packed(np.float32([1e9]), name, "big") == packed(grid[-1:], name, "little")
 
 
 def test_pooling(server: Served) -> None:
@@ -127,4 +166,10 @@ def test_refusals(server: Served) -> None:
     assert error_of(server.post("/v1/embeddings", input=[10**6]))["code"] == "invalid_value"
     assert error_of(server.post("/v1/embeddings", input="a", encoding_format="int8"))["param"] == "encoding_format"
     assert error_of(server.post("/v1/embeddings", input="a", colour="red"))["code"] == "unknown_parameter"
+    assert error_of(server.post("/pooling", input="a", embed_dtype="float16"))["param"] == "embed_dtype"
+    assert error_of(server.post("/pooling", input="a", endianness="big"))["param"] == "endianness"
+    assert error_of(server.post("/pooling", input="a", endianness="x", encoding_format="bytes"))["param"] == "endianness"
+    many = server.post("/pooling", input=["a"] * 257, encoding_format="bytes")
+    assert "send bytes_only" in error_of(many)["message"]
+    assert "no head of labels" in error_of(server.post("/pooling", input="A", task="token_classify"))["message"]
     assert server.settle()["penstock:requests_live"] == 0

@@ -83,6 +83,7 @@ COMMON: dict[str, list[Any]] = {
     "cache_retention": [{}, [1], [{"upto": 0}], [{"upto": "half"}], [{"ttl": "9d"}], [{"ttl": 5}], [{"priority": -1}],
                         [{}] * 17],
     "prompt_cache_retention": ["1h", 24],
+    "prompt_cache_options": [{"mode": "explicit"}, {"ttl": 30}, {"colour": 1}, "30m"],
     "kv_transfer_params": [{}],
     "metadata": ["a", []],
     "nonsense": [1, None],

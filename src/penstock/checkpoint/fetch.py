@@ -1,7 +1,6 @@
 """Downloads a hub repository's files into the hub's own cache, going on in the middle of a file where a download stopped.
 
-huggingface_hub begins a file again after a break; that costs hours for large ones. The finished blobs lie where it looks for
-them, so it only links them afterwards."""
+huggingface_hub begins a file again after a break; that costs hours for large ones. It links the finished ones."""
 
 from __future__ import annotations
 

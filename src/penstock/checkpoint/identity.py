@@ -34,8 +34,7 @@ class Fingerprint:
     """The hash of a model's weights, computed in the background. Create it before the weights are loaded."""
 
     def __init__(self, folder: Path | None, load_format: str, seed: int) -> None:
-        """Notes the files as they are now. Random weights (load_format "dummy") are known by their seed. ModelError for a
-        folder without weights."""
+        """Notes the files as they are now, of random weights (load_format "dummy") the seed. ModelError without weights."""
         self._known = f"dummy-{seed}" if load_format == "dummy" or folder is None else ""
         self._files = [] if self._known else find(folder or Path())
         self._before = [_facts(path) for path in self._files]

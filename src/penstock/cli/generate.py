@@ -1,6 +1,5 @@
 """Answer a file of requests: IN.jsonl in OpenAI's batch format, answers into OUT.jsonl as they are ready.
-Interrupt it at any moment and run it again: lines that OUT has an answer for are not asked again. MODEL is loaded here;
---url asks a running server instead."""
+Interrupt it at any moment and run it again: lines that OUT has an answer for are not asked again. --url: of a server."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class Done:
 
     @classmethod
     def read(cls, path: Path) -> Done:
-        """Reads an output of an earlier run and cuts off a last line that was not completed. Raises ConfigError if the file
-        holds anything else, rather than append to it."""
+        """Reads an earlier run's output and cuts off an incomplete last line. ConfigError if the file holds anything else."""
         done = cls()
         if not path.exists():
             return done

@@ -92,8 +92,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
 
 
 def _describe(spec: ModelSpec) -> dict[str, Any]:
-    layers = Counter((mixer.heads, mixer.kv_heads, mixer.head_size, mixer.window, _stored(mixer))
-                     for mixer in spec.attentions)
+    layers = Counter((mixer.heads, mixer.kv_heads, mixer.head_size, mixer.window, _stored(mixer)) for mixer in spec.attentions)
     return {"architecture": spec.architecture, "parameters": spec.size, "width": spec.width, "vocab_size": spec.vocab_size,
             "context": spec.max_positions, "tied_embeddings": spec.head.tied, "layers": len(spec.blocks),
             "attention": [{"layers": count, "heads": heads, "kv_heads": kv_heads, "head_size": size, "window": window or None,

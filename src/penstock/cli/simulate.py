@@ -66,8 +66,7 @@ def cost_of(args: argparse.Namespace) -> Cost:
     return structs.replace(read_cost(args.model_cost), **{name: value for name, value in given.items() if value is not None})
 
 
-def simulated(args: argparse.Namespace, cost: Cost, replicas: int, router: str,
-              classes: dict[str, service.Service]) -> Outcome:
+def simulated(args: argparse.Namespace, cost: Cost, replicas: int, router: str, classes: dict[str, service.Service]) -> Outcome:
     """The trace, served. ConfigError if it has no requests."""
     outcome = Fleet(cost, replicas, router, args.scheduling_policy, classes).run(requests(args, cost, classes))
     if not outcome.records:

@@ -119,8 +119,7 @@ def _check_engine(options: EngineOptions) -> None:
     if options.enable_lora and options.pipeline_parallel_size > 1:
         raise ConfigError("adapters are not possible with pipeline stages yet; leave out enable_lora, or serve with "
                           "pipeline_parallel_size 1")
-    if options.enable_expert_parallel and options.data_parallel_size > 1 and (
-            options.ranks > 1 or options.enable_lora):
+    if options.enable_expert_parallel and options.data_parallel_size > 1 and (options.ranks > 1 or options.enable_lora):
         raise ConfigError("with data_parallel_size and enable_expert_parallel, attention is by data: tensor_parallel_size, "
                           "pipeline_parallel_size and context_parallel_size must be 1, and enable_lora must be left out")
     if options.ranks % options.nnodes or options.node_rank >= options.nnodes:
@@ -167,8 +166,7 @@ _EPLB = {"num_redundant_experts": 0, "step_interval": 3000}
 
 
 def balancing(options: EngineOptions) -> tuple[int, int]:
-    """(replicas of experts on all ranks together, steps between two looks at the load; 0: none). ConfigError for other keys or
-    values in eplb_config."""
+    """(replicas of experts on all ranks together, steps between looks at the load; 0: none), of eplb_config. ConfigError."""
     given = options.eplb_config
     for name, value in given.items():
         if name not in _EPLB:

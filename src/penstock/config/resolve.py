@@ -50,8 +50,7 @@ class EngineConfig:
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
             parameters: int = 0) -> EngineConfig:
-    """Resolves everything that does not depend on how much memory is left beside the weights. `parameters` is the
-    model's size."""
+    """Resolves what does not depend on the memory left beside the weights. `parameters` is the model's size."""
     options = checked(options)
     gpu = facts.kind != "cpu"
     dtype = checkpoint_dtype if options.dtype == "auto" else options.dtype
@@ -164,8 +163,7 @@ def processes(options: EngineOptions) -> int:
 
 
 def replicas(options: EngineOptions) -> list[EngineOptions]:
-    """The options of each engine of a server. Each publishes its cache events at places of its own, as vLLM's do: the next
-    port, or a name with its number."""
+    """The options of each engine of a server. Each publishes cache events as vLLM's do: the next port, or a numbered name."""
     found = []
     for rank in range(options.data_parallel_size):
         events = dict(options.kv_events_config)

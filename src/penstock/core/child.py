@@ -122,8 +122,7 @@ _LONGEST_ROOT = 64
 
 def own_folder() -> str:
     """Creates a temporary folder named after this process. Removes folders of dead processes, because a killed process leaves
-    its folder behind. Its path is short, because it has Unix sockets, whose paths may have 107 bytes: where TMPDIR is longer,
-    /tmp serves."""
+    its folder behind. Its path is short, as Unix sockets' must be (107 bytes): /tmp serves where TMPDIR is longer."""
     root = Path(tempfile.gettempdir())
     if len(os.fsencode(root)) > _LONGEST_ROOT:
         root = Path("/tmp")

@@ -22,8 +22,7 @@ class RequestError(PenstockError):
     """One request is refused; the engine and every other request go on.
 
     `param` names the request field at fault (OpenAI's name for it), `code` is a stable machine-readable word (by default
-    invalid_value for a field), `status` is the HTTP status that fits. `retry`: seconds after which another try may succeed,
-    where that is known."""
+    invalid_value for a field), `status` is the HTTP status that fits. `retry`: seconds until a try may succeed."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400,
                  retry: float | None = None) -> None:

@@ -1,8 +1,7 @@
 """The messages between engine and worker: step plans, token masks and step results.
 
 A plan says what changed (rows entering and leaving, page edits, page copies) and which segments to run. Counts and tables
-are flat int32 arrays, so that a step of a thousand rows does not create a thousand objects. The engine and the worker exchange
-only these types."""
+are flat int32 arrays, so that a step of a thousand rows does not create a thousand objects. Nothing else is exchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Want(IntFlag):
     SUM = 32
     """With HIDDEN: only their sum, in float32."""
     LABELS = 64
-    """Report the head's logits after the last position: of the row's `Enter.labels`, or all."""
+    """Report the head's logits after the last position, with HIDDEN after each: of the row's `Enter.labels`, or all."""
 
 
 class Enter(NamedTuple):
@@ -169,7 +168,7 @@ class StepResult:
     scores: Logprobs | None = None
     hidden: Hidden | None = None
     labels: list[tuple[int, npt.NDArray[np.float32]]] = field(default_factory=list)
-    """(segment, logits) of each segment with Want.LABELS."""
+    """(segment, logits) of each segment with Want.LABELS: [labels], with Want.HIDDEN [count, labels]."""
     seconds: float = 0.0
     """Duration of the step."""
     kernel_seconds: float = 0.0

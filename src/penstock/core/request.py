@@ -29,8 +29,7 @@ PINNED = 100
 class Span(msgspec.Struct, array_like=True, frozen=True):
     """The first `upto` positions of a context should stay in the cache after the request that computed them.
 
-    It always begins at 0, because an entry is of use only together with all before it. Of several spans that cover a position
-    the one of the highest priority counts."""
+    It begins at 0, because an entry is of use only with all before it. Of several the highest priority counts."""
 
     upto: int = PROMPT
     """Positions [0, upto); WHOLE for all. Values beyond the context's length mean all of it."""
@@ -54,9 +53,15 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
     """The vector made of a prompt's hidden states, for a request that generates nothing."""
 
     kind: str
-    """last | mean | cls (the first position's) | all (each position's) | labels (the head's logits after the last position)."""
+    """last | mean | cls (the first position's) | all (each position's) | labels (the head's logits after the last position) |
+    tokens (the head's logits after each position)."""
     labels: list[int] = []
     """With labels: which logits, by their index in the head; empty for all."""
+
+    @property
+    def each(self) -> bool:
+        """Whether the result has a vector for each position."""
+        return self.kind in ("all", "tokens")
 
     @property
     def from_end(self) -> bool:
@@ -185,7 +190,7 @@ class Update(msgspec.Struct, array_like=True, gc=False):
     cached_by_tier: dict[str, int] | None = None
     """`cached_tokens` by the tier that had them: device, host, disk, remote. Tiers without any may be left out."""
     pooled: bytes | None = None
-    """The result of a request with `pool`, on its only update: float32 numbers, for `all` one vector after another."""
+    """The result of a request with `pool`, on its only update: float32 numbers, of each position one vector after another."""
 
 
 class TierStats(msgspec.Struct, array_like=True):
@@ -343,8 +348,7 @@ class EngineInfo(msgspec.Struct):
     prefix_caching: bool = False
     """Whether requests find what earlier ones computed."""
     cache_identity: str = ""
-    """The model's identity in cache keys (`cache/keys.py::root`), equal for equal weights and cache entries. Empty while the
-    weights are being hashed."""
+    """The model's identity in cache keys (`cache/keys.py::root`): of weights and cache entries. "" while it is hashed."""
     tenant_share: float = 1.0
     """The largest fraction of the device's cache that one tenant's pages may occupy."""
     kv_events: dict[str, Any] | None = None

@@ -115,8 +115,7 @@ class Sequence:
 class PageRun:
     """The pages of one cache group that a sequence holds: `ids[i]` covers positions [i * page, (i + 1) * page).
 
-    Entries below `first` were given back (behind a window) and are stale; -1 where no page is needed, inside a segment of an
-    exact state."""
+    Entries below `first` were given back (behind a window); -1 where none is needed, inside a segment of an exact state."""
 
     __slots__ = ("first", "ids")
 

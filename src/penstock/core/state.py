@@ -24,8 +24,7 @@ FIELD_ALIGN = 16
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a state: `shape` for each position, or for a whole page; `dtype` a torch name; `split` how tensor
-    parallelism cuts it."""
+    """One tensor of a state: `shape` of a position, or a page; `dtype` a torch name; `split` how tensor parallelism cuts it."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,8 +60,7 @@ class _Retention(msgspec.Struct, frozen=True, tag=True):
     @property
     def exact(self) -> bool:
         """Whether a page holds one snapshot, the state after the last position written to it, instead of an entry per position.
-        Such a page can be continued at that position only and cannot be truncated. It is final when a segment ends on its
-        border."""
+        Such a page can be continued there alone and not be truncated. It is final when a segment ends on its border."""
         return False
 
     @property

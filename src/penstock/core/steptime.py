@@ -1,8 +1,7 @@
 """The model of step time: fitted online from finished steps, read by the pace, admission and the simulator.
 
 A step's seconds are a sum of non-negative terms: a constant, one for each segment, a piecewise linear function of the tokens (a
-step is bound by the reading of weights first, by compute later), the entries that single tokens read, and the work of prefill
-attention."""
+step is bound by reading weights first, by compute later), the entries that single tokens read, and the work of prefills."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _KEEP = 0.97
 _NEWEST, _RECENT = 0.02, 0.1
 """Weight of the newest step in the reported error, and in the recent one."""
 _SMOOTH, _SMALL = 1e-3, 1e-8
-"""Regularization, relative to what a term explains: neighbouring slopes are alike where nothing tells them apart; a term is
-small."""
+"""Regularization, relative to what a term explains: slopes that nothing tells apart are alike, and terms small."""
 _LAST = (1e3, 1e6, 1e5, 1e4, 1e4)
 """Terms before the tokens, in multiples of `_SMALL`: where steps do not tell them apart, tokens explain the time."""
 _AGE = 1.002
@@ -94,8 +92,7 @@ class StepTime:
         return found
 
     def prompt(self, tokens: int, start: int = 0) -> float:
-        """Predicted seconds to compute a prompt's `tokens` positions from `start` on with nothing beside it; 0 before anything
-        is known."""
+        """Predicted seconds to compute `tokens` of a prompt from `start` on, alone; 0 before anything is known."""
         whole, rest = divmod(tokens, self.chunk)
         found = whole * self.seconds(Load(1, self.chunk)) + (self.seconds(Load(1, rest)) if rest else 0.0)
         return found + self.weights[4] * tokens * (start + tokens / 2)

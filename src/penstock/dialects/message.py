@@ -65,6 +65,9 @@ class Built:
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[str, str, list[str]]] = {}
 
+    def content(self, text: str) -> None:
+        self._content.append(text)
+
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
             match event:

@@ -64,10 +64,18 @@ class Parser:
 
     def push(self, text: str) -> list[Event]:
         """Returns the events that are certain after this text."""
-        if self.reader.pass_on(text):
+        if emit := self.reader.passed_to(text):
+            emit(text)
             return self._taken()
         self.reader.text += text
         return self._run()
+
+    def is_content(self, text: str) -> bool:
+        """Whether a piece is content and nothing else, as most are. Then it has been taken, without an event."""
+        if not self._spoken or self.reader.passed_to(text) != self.content:
+            return False
+        self._built.content(text)
+        return True
 
     def finish(self) -> list[Event]:
         """Ends the text. Returns the last events."""

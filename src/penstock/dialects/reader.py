@@ -33,12 +33,11 @@ class Reader:
         self.passing: tuple[re.Pattern[str] | None, Emit] | None = None
         """While parsing waits in text that it only passes on: the beginnings of its markers, and to whom."""
 
-    def pass_on(self, text: str) -> bool:
-        """Passes a piece on without resuming the parser, which would do nothing else. False where it has to be resumed."""
+    def passed_to(self, text: str) -> Emit | None:
+        """To whom the parser would pass a piece on, and do nothing else. None where it has to be resumed."""
         if self.passing is None or not text or (self.passing[0] and self.passing[0].search(text)):
-            return False
-        self.passing[1](text)
-        return True
+            return None
+        return self.passing[1]
 
     def cut(self) -> None:
         """Drops the consumed text."""

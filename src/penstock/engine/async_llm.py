@@ -1,8 +1,7 @@
 """The asyncio frontend: concurrent requests from text to text, with the engine in a separate process.
 
-It joins the frontend's parts: tokenization and checks (`inputs.py`), text (`outputs.py`), the bookkeeping of open requests
-(`traffic.py`) and their readers (`stream.py`). Everything runs on one event loop, except long work (`work.py`) and chat
-templates (`rendering.py`)."""
+It joins tokenization and checks (`inputs.py`), text (`outputs.py`), the bookkeeping of open requests (`traffic.py`) and their
+readers (`stream.py`). All runs on one event loop, except long work (`work.py`) and chat templates (`rendering.py`)."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from penstock.engine.rendering import Conversation, Renderers
 from penstock.engine.replicas import Replicas
 from penstock.engine.retention import Marked
 from penstock.engine.stream import Stream
-from penstock.engine.traffic import Traffic
+from penstock.engine.traffic import Track, Traffic
 from penstock.engine.work import Workers, give_back_memory
 from penstock.observe.figures import Figures
 from penstock.observe.log import LOG
@@ -276,8 +275,7 @@ class AsyncLLM:
         self._process.abort([self._given.get(request_id, request_id)])
 
     def abort_named(self, names: Sequence[str], owner: bytes) -> list[str]:
-        """Ends the owner's open streams that answer under these names, which may have a prefix (cmpl-NAME). Their readers get
-        a RequestError. The names that were found."""
+        """Ends the owner's open streams of these names, which may have a prefix (cmpl-NAME). The names that were found."""
         streams = [stream for stream in self.traffic.streams if stream.name and stream.owner == owner]
         found = []
         for name in names:
@@ -347,7 +345,7 @@ class AsyncLLM:
 
     # -- messages from the process
 
-    def _on_outputs(self, outputs: EngineOutputs) -> None:
+    def _on_outputs(self, outputs: EngineOutputs[Delta]) -> None:
         now = time.monotonic()
         if outputs.stats is not None:
             self.stats = outputs.stats
@@ -362,15 +360,14 @@ class AsyncLLM:
         if not outputs.updates:
             return
         self._progress = now
-        known = []
-        for update in outputs.updates:
-            if (track := self.traffic.get(update.request_id)) is not None:
-                self.traffic.count_update(update, track)
-                known.append(update)
         # Each stream gets all of the step at once.
         ready: dict[Stream, list[Delta]] = {}
-        for delta in self.outputs.push(known):
-            self._take(delta, now, ready)
+        for delta in outputs.updates:
+            track = self.traffic.get(delta.request_id)
+            if track is not None:
+                self.traffic.count_update(delta, track)
+                if self.outputs.complete(delta):
+                    self._take(delta, track, now, ready)
         self.traffic.count_step(now)
         for stream, deltas in ready.items():
             stream.put(deltas, now)
@@ -378,11 +375,8 @@ class AsyncLLM:
         if aborts:
             self._process.abort(aborts)
 
-    def _take(self, delta: Delta, now: float, ready: dict[Stream, list[Delta]]) -> None:
+    def _take(self, delta: Delta, track: Track, now: float, ready: dict[Stream, list[Delta]]) -> None:
         """Counts a delta and adds it to those that its stream gets."""
-        track = self.traffic.get(delta.request_id)
-        if track is None:
-            return
         if delta.token_ids:
             self.traffic.count_tokens(track, delta, now)
         if delta.finish_reason == "error":

@@ -27,8 +27,7 @@ from penstock.text import ChatTemplate, Tokenizer
 from penstock.text.template import check_variables
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Marked
-"""A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the objects may have a cache_salt. `Marked` is a text with
-marks of what should stay in the cache."""
+"""A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; these may have a cache_salt; a text with cache marks."""
 
 DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
@@ -276,8 +275,7 @@ class Inputs:
         return params.replace(bad_words=None, bad_words_token_ids=sequences)
 
     def _constrained(self, params: SamplingParams) -> dict[str, Any]:
-        """The parameters for the grammar that the answer must follow, if any. The answer ends with the grammar, even with
-        `ignore_eos`."""
+        """The parameters for the grammar of the answer, if any. The answer ends with it, even with `ignore_eos`."""
         if params.structured_outputs is None and params.grammar is None:
             return {}
         if self.tokenizer is None:

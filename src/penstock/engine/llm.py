@@ -148,8 +148,7 @@ class LLM:
 
         `chat_template` is a template's text or the name of one of the model's; `cache_salt`, `retention` and `lora_request`
         are `generate`'s, the other keywords `ChatTemplate.render`'s. Parts marked with cache_control stay cached
-        (docs/cache.md). Each output has a `message`: its text read as content, reasoning and, with `tools`, tool calls
-        (docs/tools.md)."""
+        (docs/cache.md). Each output has a `message`: its text read as content, reasoning and tool calls (docs/tools.md)."""
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         prompts = []
@@ -175,8 +174,7 @@ class LLM:
                     cache_salt: str | None = None) -> list[BeamSearchOutput]:
         """The most probable continuations of each prompt, best first; the rules are those of Hugging Face's generate.
 
-        The same as `generate` with SamplingParams(beam_width=...), in vLLM's shapes. RequestError as there, and if one fails.
-        """
+        As `generate` with SamplingParams(beam_width=...), in vLLM's shapes. RequestError as there, and if one fails."""
         found = []
         for output in self.generate(prompts, params.sampling(), use_tqdm, cache_salt=cache_salt):
             failed = next((one.error for one in output.outputs if one.error), None)
@@ -221,8 +219,7 @@ class LLM:
 
     def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: Bar = True, *,
               instruction: str | None = None) -> list[PoolingRequestOutput]:
-        """Returns the similarity of each of the second texts to the first one, or its counterpart, as `outputs.score`: by a
-        reranker, or by the cosine of embeddings."""
+        """Each second text's similarity to the first or its counterpart, by a reranker or embeddings: `outputs.score`."""
         pairs, scorer = pooled.paired(text_1, text_2, ("text_1", "text_2")), Scorer(self.inputs)
         found = self._pool(scorer.texts(pairs, instruction), scorer.pool, use_tqdm, None)
         scores = scorer.scores(pairs, [one.vector for one in found])
@@ -406,8 +403,7 @@ def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _old_objects_at_rest() -> Iterator[None]:
-    """Makes full garbage collections rare inside the block: in a large program one takes longer than a step, and a batch
-    allocates enough objects to trigger many."""
+    """Makes full garbage collections rare inside the block: one takes longer than a step, and a batch triggers many."""
     first, second, third = gc.get_threshold()
     if third >= _SELDOM:
         # Another caller has raised the threshold already, and restores it.

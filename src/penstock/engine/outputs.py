@@ -1,7 +1,6 @@
 """Output processing: turns engine updates into text and vLLM's output objects (detokenization, stop strings).
 
-Runs in the frontend; knows neither asyncio nor HTTP. All work is incremental: an update costs time in proportion to its new
-tokens."""
+Runs in the frontend; knows neither asyncio nor HTTP. An update costs time in proportion to its new tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from penstock.text import Detokenizer, StopStrings, Tokenizer
 
 
 class Delta(Update, gc=False):
-    """New output of one sequence: an update, whose finish_reason may also come from a stop string (then its stop_reason), and
-    its text."""
+    """An update and its text. The finish_reason may also come from a stop string, which is then the stop_reason."""
 
     text: str = ""
     """New text that no stop string will take back. May be empty although there are tokens."""
@@ -85,41 +83,44 @@ class Outputs:
 
     def push(self, updates: Iterable[Update]) -> list[Delta]:
         """One delta for each update of a sequence that has not ended, in order. Updates of others are ignored."""
-        deltas = []
-        for update in updates:
-            live = self._live.get(update.request_id)
-            if live is None or update.index not in live.sequences:
-                continue
-            sequence = live.sequences[update.index]
-            if sequence is None:
-                sequence = live.sequences[update.index] = self._open(live.request)
-            delta = self._delta(live, sequence, update)
-            if delta.finish_reason is not None:
-                del live.sequences[update.index]
-                if not live.sequences:
-                    del self._live[update.request_id]
-                if update.finish_reason is None:
-                    # Stop strings are found here; the engine does not know them.
-                    whole = live.request.params.n == 1 or not live.sequences
-                    self._aborts.append(update.request_id if whole else f"{update.request_id}/{update.index}")
-            deltas.append(delta)
-        return deltas
+        deltas = [Delta(*msgspec.structs.astuple(update)) for update in updates]
+        return [delta for delta in deltas if self.complete(delta)]
+
+    def complete(self, delta: Delta) -> bool:
+        """Adds the text, and the end where a stop string is complete. False if the sequence has ended or is unknown."""
+        live = self._live.get(delta.request_id)
+        if live is None or delta.index not in live.sequences:
+            return False
+        sequence = live.sequences[delta.index]
+        if sequence is None:
+            sequence = live.sequences[delta.index] = self._open(live.request)
+        ended = delta.finish_reason is not None
+        self._add_text(live, sequence, delta)
+        if delta.finish_reason is not None:
+            del live.sequences[delta.index]
+            if not live.sequences:
+                del self._live[delta.request_id]
+            if not ended:
+                # Stop strings are found here; the engine does not know them.
+                whole = live.request.params.n == 1 or not live.sequences
+                self._aborts.append(delta.request_id if whole else f"{delta.request_id}/{delta.index}")
+        return True
 
     def take_aborts(self) -> list[str]:
         """Sequences ("id" or "id/index") that stop strings ended since the last call; the engine should abort them."""
         aborts, self._aborts = self._aborts, []
         return aborts
 
-    def _delta(self, live: _Live, sequence: _Open, update: Update) -> Delta:
-        ids = update.token_ids
-        delta = Delta(*msgspec.structs.astuple(update))
+    @staticmethod
+    def _add_text(live: _Live, sequence: _Open, delta: Delta) -> None:
+        ids = delta.token_ids
         if ids and not sequence.count:
             sequence.first_token = time.time()
         if sequence.detokenizer is None:
             sequence.count += len(ids)
-            return delta
+            return
         # The token that ended the output is not part of its text, unless stops are wanted there.
-        shown = ids[:-1] if update.finish_reason == "stop" and not live.include_stop else ids
+        shown = ids[:-1] if delta.finish_reason == "stop" and not live.include_stop else ids
         if sequence.stops is not None:
             _until_stop(live, sequence, shown, delta)
         else:
@@ -127,7 +128,6 @@ class Outputs:
             delta.text = sequence.detokenizer.push(shown)
             if delta.finish_reason is not None:
                 delta.text += sequence.detokenizer.flush()
-        return delta
 
 
 def _until_stop(live: _Live, sequence: _Open, shown: list[int], delta: Delta) -> None:

@@ -38,12 +38,12 @@ def embedding_pool(inputs: Inputs, kind: str | None = None) -> Pool:
     return Pool(kind or inputs.pooler.kind)
 
 
-def class_pool(inputs: Inputs) -> Pool:
-    """The pooling of a classification. RequestError if the model is no classifier."""
+def class_pool(inputs: Inputs, each: bool = False) -> Pool:
+    """The pooling of a classification, or of `each` token's. RequestError if the model is no classifier."""
     if inputs.info.task != "classify":
         raise RequestError("this model does not classify: its checkpoint has no head of labels (an architecture that ends in "
                            "ForSequenceClassification)", code="unsupported_parameter")
-    return Pool("labels")
+    return Pool("tokens" if each else "labels")
 
 
 def embedding(vector: Floats, normalize: bool, dimensions: int | None = None) -> Floats:
@@ -57,11 +57,11 @@ def embedding(vector: Floats, normalize: bool, dimensions: int | None = None) ->
 
 
 def probabilities(logits: Floats) -> Floats:
-    """Of a classifier's labels: softmax, or for a single label the sigmoid."""
-    if len(logits) == 1:
+    """Of a classifier's labels, [..., labels]: softmax, or for a single label the sigmoid."""
+    if logits.shape[-1] == 1:
         return np.asarray(1 / (1 + np.exp(-logits)), np.float32)
-    raised = np.exp(logits - logits.max())
-    return np.asarray(raised / raised.sum(), np.float32)
+    raised = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.asarray(raised / raised.sum(-1, keepdims=True), np.float32)
 
 
 class Scorer:
@@ -131,9 +131,9 @@ def paired(one: str | Sequence[str], two: str | Sequence[str], names: tuple[str,
 
 
 def vectors_of(pooled: bytes, pool: Pool, prompt_len: int) -> Floats:
-    """The engine's result: [width], for `all` [prompt, width]."""
+    """The engine's result: [width], of each position [prompt, width]."""
     flat = np.frombuffer(pooled, "<f4")
-    return flat.reshape(prompt_len, -1) if pool.kind == "all" else flat
+    return flat.reshape(prompt_len, -1) if pool.each else flat
 
 
 # -- vLLM's shapes

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -27,12 +27,14 @@ from penstock.core.errors import EngineDeadError, RankLostError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.executor import Pending
 from penstock.engine.loading import ModelFiles, find
+from penstock.engine.outputs import Delta
 from penstock.engine.work import collect_rarely, give_back_memory, keep_little
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
 Reply = TypeVar("Reply")
+News = TypeVar("News", bound=Update)
 
 ENGINE = "penstock.engine.engine:Engine"
 """The engine's class, as module:name. Tests name another."""
@@ -44,8 +46,7 @@ WRITING_MS = 10
 """The interval while cached pages are being written to stores, which needs occasional turns."""
 
 UNDECIDED_SECONDS = 10.0
-"""Maximum time for which a request stays unconfirmed while its grammar is compiled, so that a refusal can have its own
-status."""
+"""Time for which a request may stay unconfirmed while its grammar is compiled, so that a refusal has its own status."""
 LISTEN_SECONDS = 0.002
 """The interval at which calls are looked for while a step is computed. A descriptor that the step's thread writes would need
 none, but its write gives the interpreter's lock away before the next step is launched."""
@@ -75,13 +76,11 @@ CALLS: dict[str, Any] = {
     "remove_adapter": str,
     "shutdown": None,
 }
-"""Calls that the parent may make, with the type of their argument (None: no argument). All but `shutdown` (finish the steps in
-flight and exit with status 0) are methods of the engine."""
+"""Calls that the parent may make, with the type of their argument, if any: the engine's methods, and its end (status 0)."""
 
 
 class Call(msgspec.Struct, array_like=True):
-    """A call of CALLS. With a `key` the child replies: Refused if it raises, Answered if it returns a value, else
-    `EngineOutputs.admitted`."""
+    """A call of CALLS. With a `key` the child replies: Refused, Answered with a value, or `EngineOutputs.admitted`."""
 
     name: str
     key: str = ""
@@ -112,16 +111,17 @@ class Answered(msgspec.Struct, array_like=True, tag="answered"):
     value: msgspec.Raw
 
 
-class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
-    """Outputs of a turn of the engine; without updates, a heartbeat."""
+class EngineOutputs(msgspec.Struct, Generic[News], array_like=True, tag="outputs"):
+    """Outputs of a turn of the engine; without updates, a heartbeat. The parent reads updates as deltas without text."""
 
-    updates: list[Update]
+    updates: list[News]
     stats: EngineStats | None
     admitted: list[str] = []
     """Keys of calls that returned nothing, such as `submit`: these requests were accepted."""
 
 
-ToParent = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs
+ToParent = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs[Update]
+FromChild = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs[Delta]
 
 
 class Loop:
@@ -284,7 +284,7 @@ def _load(start: Start, send: Callable[[ToParent], None]) -> Engine:
 class EngineProcess:
     """The parent's handle: starts the child, sends calls, and passes its messages to callbacks, all on the event loop."""
 
-    def __init__(self, options: EngineOptions, *, on_outputs: Callable[[EngineOutputs], None],
+    def __init__(self, options: EngineOptions, *, on_outputs: Callable[[EngineOutputs[Delta]], None],
                  on_refused: Callable[[Refused], None], on_death: Callable[[str], None],
                  on_loading: Callable[[int, int], None] | None = None, engine: str = ENGINE) -> None:
         self.options = options
@@ -308,7 +308,7 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(ToParent).decode
+        self._decode = msgspec.msgpack.Decoder(FromChild).decode
 
     @property
     def pid(self) -> int | None:
@@ -345,8 +345,7 @@ class EngineProcess:
             raise
 
     def tell(self, name: str, argument: Any = None, key: str = "") -> None:
-        """Sends a call of CALLS. If it has a `key`, its refusal is passed to `on_refused`. EngineDeadError if there is no
-        engine, RequestError for a number beyond 64 bits."""
+        """Sends a call of CALLS. With a `key`, its refusal goes to `on_refused`. EngineDeadError or RequestError."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if self._stopping:
@@ -364,8 +363,7 @@ class EngineProcess:
             raise EngineDeadError("the engine process has gone") from None
 
     async def ask(self, name: str, argument: Any = None) -> Any:
-        """Sends a call and waits for its return value, in JSON's types. RequestError if it is refused, EngineDeadError if the
-        engine is gone or dies meanwhile."""
+        """Sends a call and waits for its value, in JSON's types. RequestError if refused; EngineDeadError."""
         key = f"#{next(self._numbers)}"
         done = self._asked[key] = asyncio.get_running_loop().create_future()
         try:

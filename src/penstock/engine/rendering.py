@@ -85,8 +85,7 @@ class Renderers:
         return child
 
     def render(self, conversation: Conversation) -> Marked:
-        """The conversation as text, with its marks. RequestError if the template refuses it, or takes too long or too much.
-        Blocks."""
+        """The conversation as text, with its marks. Blocks. RequestError if the template refuses it or takes too much."""
         try:
             job = msgspec.msgpack.encode(conversation)
         except OverflowError:

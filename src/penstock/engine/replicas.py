@@ -18,8 +18,9 @@ import msgspec
 
 from penstock.core.child import Refused, own_folder
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
-from penstock.core.request import EngineInfo, EngineStats, Request, TierStats, Update
+from penstock.core.request import EngineInfo, EngineStats, Request, TierStats
 from penstock.engine.loading import ModelFiles
+from penstock.engine.outputs import Delta
 from penstock.engine.process import ENGINE, EngineOutputs, EngineProcess
 from penstock.observe.log import LOG
 
@@ -119,7 +120,7 @@ def _blocks(request: Request) -> list[int]:
 class Replicas:
     """The interface of `EngineProcess`, for several of them."""
 
-    def __init__(self, options: Sequence[Any], *, on_outputs: Callable[[EngineOutputs], None],
+    def __init__(self, options: Sequence[Any], *, on_outputs: Callable[[EngineOutputs[Delta]], None],
                  on_refused: Callable[[Refused], None], on_death: Callable[[str], None],
                  on_loading: Callable[[int, int], None] | None = None, engine: str = ENGINE) -> None:
         self._on_outputs = on_outputs
@@ -143,8 +144,7 @@ class Replicas:
 
     def _made(self, replica: int, on_loading: Callable[[int, int], None] | None = None) -> EngineProcess:
         # Replicas that do not step together must not meet: the ranks of each then choose a folder of their own.
-        options = dataclasses.replace(self._options[replica],
-                                      data_parallel_rendezvous=self._folder if self._together else "")
+        options = dataclasses.replace(self._options[replica], data_parallel_rendezvous=self._folder if self._together else "")
         return EngineProcess(options, on_outputs=partial(self._take, replica), on_refused=self._refuse,
                              on_death=partial(self._die, replica), on_loading=on_loading, engine=self._engine)
 
@@ -250,7 +250,7 @@ class Replicas:
         await asyncio.gather(*(process.stop(timeout) for process in self._processes))
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _take(self, replica: int, outputs: EngineOutputs) -> None:
+    def _take(self, replica: int, outputs: EngineOutputs[Delta]) -> None:
         for update in outputs.updates:
             if update.token_ids:
                 self.balancer.computed(update.request_id)
@@ -289,7 +289,7 @@ class Replicas:
             self._again.update(dict.fromkeys(gone, task))
         for name in lost:
             self.balancer.forget(name)
-        self._on_outputs(EngineOutputs([Update(name, 0, [], "error", error=f"its replica is gone: {reason}", status=503)
+        self._on_outputs(EngineOutputs([Delta(name, 0, [], "error", error=f"its replica is gone: {reason}", status=503)
                                         for name in lost], together(self._stats)))
 
     def _may_restart(self) -> bool:
@@ -301,8 +301,7 @@ class Replicas:
         return True
 
     async def _start_again(self, gone: Sequence[int]) -> None:
-        """Starts engines again that are lost, and once more if they are lost while they start. If that fails, the others go on;
-        the server ends if there are none."""
+        """Starts lost engines again, once more if they are lost at it; then the others go on, or the server ends."""
         while True:
             try:
                 await self._started(gone)

@@ -94,8 +94,7 @@ class Stream:
                 timer.cancel()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Aborts the open requests. A waiting reader gets `error`, or the end of the stream. May be called at any time, and
-        repeatedly."""
+        """Aborts the open requests. A waiting reader gets `error` or the stream's end. May be called repeatedly."""
         self._drop(self)
         if self._error is None:
             self._error = error

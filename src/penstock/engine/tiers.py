@@ -49,15 +49,12 @@ class Weights:
         return Fingerprint(self.folder, self.load_format, self.seed)
 
 
-def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, computation: str,
-           times: StepTime) -> Tiers:
-    """Opens the engine's stores; ranks open theirs. `computation` is `Decoder.computation`, `times` says what computing takes.
-    ConfigError if a store can never be opened."""
+def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, computation: str, times: StepTime) -> Tiers:
+    """Opens the engine's stores. `computation` is `Decoder.computation`, `times` what computing takes. ConfigError: why not."""
     if not plan.host_slabs:
         return Tiers()
     stored = plan.disk is not None or plan.remote is not None
-    version = Version(weights.model, dtype, weights.sample() if stored else "", computation, layout,
-                      ranks=plan.ranks)
+    version = Version(weights.model, dtype, weights.sample() if stored else "", computation, layout, ranks=plan.ranks)
     # Only the disk store's size is bounded by the engine.
     bounds = {"disk": plan.disk_bytes}
     policy = TierPolicy(through=plan.through, always=plan.always)

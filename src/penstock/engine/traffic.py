@@ -19,10 +19,20 @@ _ENDED = 200
 """Sequences that `Traffic.ended` remembers."""
 
 
+class Progress:
+    """Of one sequence: when its first and last tokens came, in time.monotonic(), and how many."""
+
+    __slots__ = ("first", "last", "tokens")
+
+    def __init__(self, now: float) -> None:
+        self.first = self.last = now
+        self.tokens = 0
+
+
 class Track:
     """Progress of one open request, for its stream and the statistics. Times are time.monotonic()."""
 
-    __slots__ = ("arrived", "cached", "first", "last", "open", "queued", "request", "stream", "tokens")
+    __slots__ = ("arrived", "cached", "open", "queued", "request", "sequences", "stream")
 
     def __init__(self, request: Request, stream: Stream, now: float) -> None:
         self.request = request
@@ -30,15 +40,13 @@ class Track:
         self.arrived = now
         self.open = request.params.n
         """Sequences that have not ended."""
-        self.first: dict[int, float] = {}
-        self.last: dict[int, float] = {}
-        self.tokens: dict[int, int] = {}
+        self.sequences: dict[int, Progress] = {}
+        """By index, from the first token on."""
         self.queued = self.cached = 0.0  # seconds in the queue, prompt tokens that the cache had
 
 
 class Delivery:
-    """The time of first tokens from the engine to their stream, fitted as TCP fits round trips (RFC 6298): a moving mean, and
-    four times the mean deviation above it."""
+    """The time of first tokens from the engine to their stream, fitted as TCP fits round trips (RFC 6298)."""
 
     def __init__(self) -> None:
         self._mean = self._deviation = 0.0
@@ -126,7 +134,7 @@ class Traffic:
         if update.finish_reason == "error":
             self.figures.finished["error"] += 1
         self._step_tokens += len(update.token_ids)
-        if update.token_ids and not update.index and not track.tokens:
+        if update.token_ids and not update.index and not track.sequences:
             computed = len(track.request.prompt_ids) - update.cached_tokens
             self.figures.computed_prompts.observe(computed)
             self._step_tokens += computed
@@ -138,21 +146,20 @@ class Traffic:
 
     def count_tokens(self, track: Track, delta: Delta, now: float) -> None:
         """Counts the tokens of a delta."""
-        figures, index, count = self.figures, delta.index, len(delta.token_ids)
-        if not track.tokens:
-            track.stream.cached_tokens += delta.cached_tokens
+        count = len(delta.token_ids)
         track.stream.output_tokens += count
-        figures.generation_tokens += count
-        last = track.last.get(index)
-        if last is None:
-            figures.first_token.observe(now - track.arrived)
-            track.first[index] = now
-            track.tokens[index] = count
+        self.figures.generation_tokens += count
+        sequence = track.sequences.get(delta.index)
+        if sequence is None:
+            if not track.sequences:
+                track.stream.cached_tokens += delta.cached_tokens
+            sequence = track.sequences[delta.index] = Progress(now)
+            self.figures.first_token.observe(now - track.arrived)
         else:
             # Tokens of the same two steps have the same time between them.
-            self._gaps[last, count] += count
-            track.tokens[index] += count
-        track.last[index] = now
+            self._gaps[sequence.last, count] += count
+            sequence.last = now
+        sequence.tokens += count
 
     def count_step(self, now: float) -> None:
         """Counts the tokens of a step, and the times between them and those of earlier ones."""
@@ -165,7 +172,9 @@ class Traffic:
 
     def count_end(self, track: Track, delta: Delta, now: float) -> None:
         """Counts a sequence that has ended, and gives its last delta the ledger of its time."""
-        figures, tokens, stream = self.figures, track.tokens.get(delta.index, 0), track.stream
+        figures, stream = self.figures, track.stream
+        sequence = track.sequences.get(delta.index) or Progress(now)
+        tokens = sequence.tokens
         reason = delta.finish_reason or "stop"
         track.open -= 1
         stream.ends[reason] = None
@@ -175,11 +184,11 @@ class Traffic:
         figures.end_to_end.observe(now - track.arrived)
         figures.output_lengths.observe(tokens)
         past = stream.ledger_at - now
-        if delta.timings is not None and delta.timings.first_token and delta.index in track.first:
-            self.delivery.took(max(0.0, past + track.first[delta.index] - delta.timings.first_token))
+        if delta.timings is not None and delta.timings.first_token and tokens:
+            self.delivery.took(max(0.0, past + sequence.first - delta.timings.first_token))
         self.ended.append({"id": delta.request_id, "arrival": past + track.arrived, "queued": track.queued,
-                           "first": past + track.first.get(delta.index, now), "finished": past + now, "output": tokens,
+                           "first": past + sequence.first, "finished": past + now, "output": tokens,
                            "prompt": len(track.request.prompt_ids), "cached": int(track.cached),
                            "priority": track.request.priority, "reason": reason})
         if tokens > 1:
-            figures.per_token.observe((now - track.first[delta.index]) / (tokens - 1))
+            figures.per_token.observe((now - sequence.first) / (tokens - 1))

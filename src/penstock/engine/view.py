@@ -63,9 +63,8 @@ class View:
             self._steps.append((result.id, time.time(), result.seconds, composition))
 
     def look(self) -> dict[str, Any]:
-        """Everything at this moment, in JSON's types. `steps`: [id, end, seconds, [[sequence, start, count], ...]];
-        `sequences`: those that run, then those that wait; `pages`: a base64 map of the arena, `tree`: nodes of the prefix
-        cache, parents first."""
+        """Everything now, in JSON's types. `steps`: [id, end, seconds, [[sequence, start, count], ...]]; `sequences`: running
+        ones, then waiting ones; `pages`: the arena in base64; `tree`: the prefix cache, parents first."""
         if time.monotonic() > self._until:
             self._planned.clear()
             self._steps.clear()

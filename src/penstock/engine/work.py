@@ -30,8 +30,7 @@ SIZE_PER_SECOND = 2 << 20
 """A job's size delays it by size / SIZE_PER_SECOND seconds: shorter jobs that arrive within that time overtake it."""
 
 THREADS = 2 + (len(os.sched_getaffinity(0)) > 2)
-"""The number of threads: one for short jobs only, and for all jobs two, or one where two would take every processor from the
-event loop and the engine."""
+"""Threads: one for short jobs only, two for all jobs, or one where two would leave the event loop and the engine none."""
 
 MOST_JOBS = 2048
 MOST_SIZE = 512 << 20
@@ -90,8 +89,7 @@ class Workers:
         """The total size of the queued jobs."""
 
     async def run(self, size: int, work: Callable[[], Result], *, always: bool = False) -> Result:
-        """Runs `work()`, on a thread unless it is small (with `always` also then). Cancelling the caller cancels the job.
-        RequestError 503 if the queue is full."""
+        """Runs `work()`, on a thread if large or `always`; cancelled with the caller. RequestError 503: the queue is full."""
         if size <= INLINE and not always:
             return work()
         job = _Job(size, work, asyncio.get_running_loop())
@@ -161,8 +159,7 @@ def give_back_memory() -> None:
 
 def collect_rarely() -> None:
     """Excludes all present objects from garbage collection, and makes collections rarer: one that visits a large request's
-    objects, or those of all open requests, stops every thread for milliseconds, and finds little. Call when everything that
-    stays is loaded."""
+    objects stops every thread for milliseconds, and finds little. Call when everything that stays is loaded."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])

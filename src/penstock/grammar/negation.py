@@ -70,8 +70,7 @@ def _not_enum(values: Any, _resolve: Resolve, _depth: int) -> Schema | None:
     parts.append({"type": "string", "pattern": f"^(?:{_other_strings(strings)})$"} if strings else {"type": "string"})
     if numbers:
         parts += [{"type": "number", "exclusiveMaximum": numbers[0]}, {"type": "number", "exclusiveMinimum": numbers[-1]}]
-        parts += [{"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
-                  for low, high in pairwise(numbers)]
+        parts += [{"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high} for low, high in pairwise(numbers)]
     else:
         parts.append({"type": "number"})
     return {"anyOf": parts}

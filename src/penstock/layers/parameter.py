@@ -148,5 +148,4 @@ class Parameter:
         """The rows or columns that ranks divide, as pieces."""
         if self.pieces and self.split is Split.ROWS and not self.listed:
             return self.pieces
-        return (Piece(self.name, self.shape[0 if self.split is Split.ROWS else 1], self.unit, self.groups,
-                      self.copied),)
+        return (Piece(self.name, self.shape[0 if self.split is Split.ROWS else 1], self.unit, self.groups, self.copied),)

@@ -142,8 +142,7 @@ def method_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
     return "draft_model"
 
 
-def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpec,
-          parallel: bool | None = None) -> DraftHead:
+def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpec, parallel: bool | None = None) -> DraftHead:
     """An EAGLE head of any version, as the EAGLE repositories, SpecForge and speculators publish them; `parallel` as in
     `mask_token`. ModelError if it is not for this target."""
     inner = config.get("transformer_layer_config") or config.get("model") or {}

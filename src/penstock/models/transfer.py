@@ -133,8 +133,7 @@ class Transfer:
 
 
 class _Chunk:
-    def __init__(self, path: Path, there: Bytes, target: torch.Tensor, free: torch.cuda.Event | None,
-                 arrival: Arrival) -> None:
+    def __init__(self, path: Path, there: Bytes, target: torch.Tensor, free: torch.cuda.Event | None, arrival: Arrival) -> None:
         self.path = path
         self.there = there
         self.target = target

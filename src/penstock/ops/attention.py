@@ -234,8 +234,7 @@ def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table
         places = torch.arange(len(pages) * size, device=q.device)
         key = (first + places // size) * whole + stripe.number * size + places % size
         key = key[key < length]
-        keys, values = (_numbers(x, pages, len(key), *how) for x, how in zip(
-            (k_cache, v_cache), _codings(scales), strict=True))
+        keys, values = (_numbers(x, pages, len(key), *how) for x, how in zip((k_cache, v_cache), _codings(scales), strict=True))
         if window:
             # Stale slots of the first page may hold NaN, and zero weight times NaN is NaN.
             values = values.masked_fill((key <= first_query - window)[None, :, None], 0.0)

@@ -224,8 +224,7 @@ class LoraOps:
         return None
 
     @staticmethod
-    def _tiles(target: Target, slabs: Slabs, groups: Groups
-               ) -> Iterator[tuple[int, torch.Tensor, tuple[int, int], list[int]]]:
+    def _tiles(target: Target, slabs: Slabs, groups: Groups) -> Iterator[tuple[int, torch.Tensor, tuple[int, int], list[int]]]:
         """Of each tile: slot, rows, (padded rank, whether scaled), the rank of each piece."""
         for slot, begin, end in groups.tiles[:, :int(groups.number)].t().tolist():
             told = slabs.facts[slot].tolist()

@@ -8,7 +8,8 @@ from penstock.core.plan import StepResult, Want
 from penstock.core.request import Pool
 from penstock.core.sequence import Floats, Sequence
 
-_WANTS = {"all": Want.HIDDEN, "mean": Want.HIDDEN | Want.SUM, "last": Want.HIDDEN | Want.LAST, "labels": Want.LABELS}
+_WANTS = {"all": Want.HIDDEN, "mean": Want.HIDDEN | Want.SUM, "last": Want.HIDDEN | Want.LAST, "labels": Want.LABELS,
+          "tokens": Want.LABELS | Want.HIDDEN}
 
 
 def want(pool: Pool, start: int, end: int, prompt_len: int) -> int:
@@ -22,7 +23,7 @@ def want(pool: Pool, start: int, end: int, prompt_len: int) -> int:
 
 def lines(result: StepResult) -> dict[int, Floats]:
     """The reported vectors of each segment, [lines, width]."""
-    found = {segment: logits[None] for segment, logits in result.labels}
+    found = {segment: np.atleast_2d(logits) for segment, logits in result.labels}
     if result.hidden is not None:
         segments, firsts = np.unique(result.hidden.segments, return_index=True)
         order = np.argsort(firsts)
@@ -32,12 +33,12 @@ def lines(result: StepResult) -> dict[int, Floats]:
 
 
 def pooled(sequence: Sequence) -> Floats | None:
-    """The result of a sequence whose prompt is computed: [width], for `all` [prompt, width]. None if it is not finite."""
+    """The result of a sequence whose prompt is computed: [width], of each position [prompt, width]. None if not finite."""
     pool = sequence.request.pool
     assert pool is not None
     found = np.concatenate(sequence.pooled)
     if pool.kind == "mean":
         found = found.sum(0) / np.float32(sequence.prompt_len)
-    elif pool.kind != "all":
+    elif not pool.each:
         found = found[0]
     return found if np.isfinite(found).all() else None

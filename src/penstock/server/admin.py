@@ -57,8 +57,7 @@ class EventSource(TypedDict, total=False):
 
 
 class Admin:
-    """GET /health, /ready, /ping, /metrics, /version, /load, /server_info, /step_time, /kv_event_sources; POST
-    /reset_prefix_cache, /start_profile, /stop_profile, which send a call to the engine."""
+    """The operator's routes, which read state or send a call to the engine."""
 
     def __init__(self, state: State) -> None:
         self.state = state

@@ -1,7 +1,6 @@
 """Reading a request's body: its size while it arrives, its depth, and its decoding into a struct.
 
-Unknown fields are refused, except those in a dialect's list of harmless ones, which are ignored and named in the
-answer's headers."""
+Unknown fields are refused, but for those that a dialect lists as harmless: they are ignored, and named in a header."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class BodyReader:
     """Decodes one dialect's bodies within the server's limits."""
 
     def __init__(self, state: State, explain_field: ExplainField, harmless: Container[str] = ()) -> None:
-        """`explain_field` improves what a decoder says about a field. `harmless` are unknown fields that may be ignored. Long
-        bodies are decoded beside the event loop."""
+        """`explain_field` improves what a decoder says of a field; `harmless` are unknown fields that may be ignored."""
         self._limits = state.limits
         self._fleet = state.fleet
         self._explain_field = explain_field
@@ -79,8 +77,7 @@ class BodyReader:
             raise explain(error, self._explain_field) from None
 
     def _without_unknown(self, request: Request, kind: type[Body], data: bytes, error: Exception) -> Body:
-        """The body without the unknown fields that may be ignored, which a response header will name. RequestError if `error`
-        has another cause."""
+        """The body without the unknown fields that may be ignored, which a header will name. RequestError for another cause."""
         ignored: list[str] = []
         while (found := _unknown_field(error)) is not None and len(ignored) < MAX_IGNORED:
             where, name = found

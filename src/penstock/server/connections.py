@@ -56,15 +56,12 @@ DIRECT = "penstock.direct"
 
 @dataclass
 class Counts:
-    """Counts of connections since the start, for /metrics."""
+    """Counts of connections since the start; what each counts: `server/metrics.py::CONNECTIONS`."""
 
     accepted: int = 0
     evicted: int = 0
-    """Connections without a complete request that made room for new ones."""
     refused: int = 0
-    """Connections closed at once, and requests answered with 503, because there were too many connections."""
     timed_out: int = 0
-    """Connections closed because a phase took too long."""
 
 
 def raise_descriptor_limit() -> int:
@@ -333,8 +330,7 @@ class Connection(HttpToolsProtocol):
 
 
 class DirectWrites:
-    """Writes pieces of one answer's body on the spot, past the layers of the application, which look at its start and end
-    alone."""
+    """Writes pieces of one answer's body past the layers of the application, which look at its start and end alone."""
 
     __slots__ = ("_cycle",)
 

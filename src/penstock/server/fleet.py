@@ -2,8 +2,7 @@
 
 A fleet of one is loaded at the start and stays. In a larger one a model is loaded when a request first names it, and unloaded
 when nobody has used it for a while or when another needs the memory, the least recently used first; pinned ones stay. The files
-of an unloaded model remain in the system's page cache as far as there is room, so loading it again reads memory, not the disk.
-"""
+of an unloaded model remain in the system's page cache as far as there is room, so loading it again reads no disk."""
 
 from __future__ import annotations
 
@@ -208,8 +207,7 @@ class Fleet:
         LOG.info("%s %s", "unloaded" if state == "unloaded" else "put to sleep", slot.names[0])
 
     async def replace(self, slot: Slot, folder: str, patience: float) -> None:
-        """Loads other weights beside the old ones and switches to them; running requests finish with the old. The old ones
-        stay if that fails. PenstockError: why."""
+        """Loads other weights, and switches to them; running requests finish with the old. PenstockError: why these stay."""
         new = slot.llm.again(replace(slot.llm.options, model=folder))
         async with self._loading:
             await new.start()

@@ -23,8 +23,7 @@ from penstock.server.keys import KeyFile
 from penstock.server.page import is_page
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
-"""Routes that never need a key, as the page's own files. Where there are keys all others need one, including paths that do
-not exist."""
+"""Routes that never need a key, as the page's own files. Where there are keys all other paths need one, known or not."""
 
 PROBES = OPEN_ROUTES | {"/metrics", "/load"}
 """Routes that machines ask again and again."""
@@ -51,8 +50,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str], origins: Iterable[str],
                  shapes: ErrorShapes, on_error: Callable[[BaseException], None], keys_file: KeyFile | None = None) -> None:
-        """`keys` open every route but those of ADMIN_ROUTES, `admin_keys` all. One key alone opens all, as does having none;
-        then pages of `origins` and of this server alone may send requests from a browser."""
+        """`keys` open all but ADMIN_ROUTES, `admin_keys` all, as a lone key does. Without keys browsers need `origins`."""
         self.app = app
         self.admin_keys = [key.encode() for key in admin_keys]
         self.keys = [*(key.encode() for key in keys), *self.admin_keys]

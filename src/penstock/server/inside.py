@@ -10,8 +10,7 @@ from typing import Any
 
 def inside(method: str, path: str, body: bytes, headers: Iterable[tuple[bytes, bytes]], gone: asyncio.Event,
            **more: Any) -> tuple[dict[str, Any], Callable[[], Awaitable[dict[str, Any]]]]:
-    """Returns (scope, receive) of a request with a whole body. It is disconnected as soon as `gone` is set. `more` is added to
-    the scope, or replaces parts of it."""
+    """(scope, receive) of a request with a whole body, disconnected once `gone` is set. `more` is added to the scope."""
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method,
              "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
              "headers": [*headers, (b"content-length", str(len(body)).encode())], "client": ("127.0.0.1", 0),

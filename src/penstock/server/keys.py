@@ -142,8 +142,7 @@ class KeyFile:
         self.spend(key, "requests", 1)
 
     def spend(self, key: Key, unit: str, amount: int) -> None:
-        """Takes from what a key may send. Tokens are known late: it may end below zero, which the key's next requests wait
-        out."""
+        """Takes from what a key may send. Tokens are known late: below zero, the key's next requests wait."""
         for name, most in _limits(key):
             if name == unit:
                 self._buckets[key.id, unit] = self._left(key, unit, most) - amount, time.monotonic()

@@ -1,8 +1,7 @@
 """Limits of one request and of one tenant's requests together, checked before any work is done.
 
 Lengths of single lists and strings are in the types of the protocol, where the served schema shows them; what a connection may
-cost is in `connections.py`. An endpoint inherits all of this: `BodyReader` checks the raw body, `Limits.work` what it asks for.
-"""
+cost is in `connections.py`. Endpoints inherit this: `BodyReader` checks the raw body, `Limits.work` what it asks for."""
 
 from __future__ import annotations
 
@@ -87,16 +86,14 @@ class Limits:
                                "(--max-request-scores)", param="logprobs")
 
     def check_text(self, characters: int, longest: int, param: str = "prompt") -> None:
-        """RequestError for a text that is too long to be tokenized, where the context has `longest` tokens. Tokenizing takes
-        about a hundred bytes of memory for each character."""
+        """RequestError for a text too long for `longest` tokens: tokenizing takes a hundred bytes of memory a character."""
         most = self.options.max_text_characters or max(LEAST_TEXT, CHARACTERS_A_TOKEN * longest)
         if characters > most:
             raise RequestError(f"the text has {characters:,} characters; at most {most:,} are possible where the context has "
                                f"{longest:,} tokens (--max-text-characters)", param=param, code="context_length_exceeded")
 
     def check_tenant(self, in_flight: int, requests: Sequence[Request], key: Key | None = None) -> None:
-        """RequestError 429 if a tenant with `in_flight` prompt tokens would exceed its limit, which its `key` may name, with
-        these requests."""
+        """RequestError 429 if these requests exceed the limit of a tenant, or of its `key`, with `in_flight` prompt tokens."""
         tokens = sum(len(request.prompt_ids) for request in requests)
         most = self.options.max_tenant_tokens if key is None or key.max_tokens is None else key.max_tokens
         # One request alone is always possible: its own size has other limits.

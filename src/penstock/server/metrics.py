@@ -51,7 +51,7 @@ GRAMMAR_COUNTERS = (
 
 CONNECTIONS = {"accepted": "Connections taken in.",
                "evicted": "Idle connections closed because there were too many.",
-               "refused": "Connections refused because there were too many.",
+               "refused": "Connections closed, and requests answered with 503, because there were too many connections.",
                "timed_out": "Connections closed because a request, or the reading of its answer, took too long."}
 """Fields of `server/connections.py::Counts`, published as penstock:connections_FIELD."""
 

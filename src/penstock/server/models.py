@@ -1,7 +1,6 @@
 """The operator's routes for models: which there are, loading, unloading, sleeping, waking, and new weights.
 
-GET /models and POST /models/load, /models/unload have llama.cpp's names, /sleep and /wake_up vLLM's, /update_weights_from_disk
-SGLang's."""
+/models and those below have llama.cpp's names, /sleep and /wake_up vLLM's, /update_weights_from_disk SGLang's."""
 
 from __future__ import annotations
 

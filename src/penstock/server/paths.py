@@ -1,5 +1,4 @@
-"""The outermost layer: paths as the routes know them, without a proxy's prefix (--root-path) and without slashes at the end,
-and the fate of each answer."""
+"""The outermost layer: paths without a proxy's prefix (--root-path) and slashes at the end, and the fate of each answer."""
 
 from __future__ import annotations
 

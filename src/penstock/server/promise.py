@@ -32,8 +32,7 @@ class Promise(NamedTuple):
 
 def promised(classes: Collection[str], asked: str | None, headers: Mapping[str, str], key: Key | None,
              priority: int) -> Promise:
-    """The service_tier of the body (`asked`) counts before the header, and this before the default of the `key`. RequestError
-    for a class that does not exist, or a header that cannot be read."""
+    """The body's service_tier (`asked`) counts before the header, and this before the `key`'s. RequestError if unknown."""
     default = DEFAULT if key is None or key.tier is None else key.tier
     if priority == LOWEST:
         default = "batch"

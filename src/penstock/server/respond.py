@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.core.errors import EngineDeadError, RequestError
-from penstock.core.request import TokenLogprobs
 from penstock.engine.outputs import Delta
 from penstock.engine.stream import Stream
 from penstock.engine.work import INLINE
@@ -116,8 +115,7 @@ def _name(request: Request, stream: Stream) -> None:
 
 
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool, wire: Wire = SSE) -> Response:
-    """The response to `request`. A streamed one starts once the engine has admitted the request; until then errors have a
-    status of their own."""
+    """The response to `request`. A streamed one starts at the request's admission; errors before have their own status."""
     if streaming:
         watch = asyncio.create_task(_close_when_gone(request.receive, stream))
         _name(request, stream)
@@ -146,12 +144,13 @@ async def respond(request: Request, stream: Stream, answer: Answer, streaming: b
 
 def _size(deltas: list[Delta]) -> int:
     """Cost of writing deltas as JSON, in characters to tokenize."""
-    return sum(len(delta.text) // 8 + ENTRY_SIZE * (_entries(delta.logprobs) + _entries(delta.prompt_logprobs))
-               for delta in deltas)
-
-
-def _entries(lines: list[TokenLogprobs] | None) -> int:
-    return sum(len(line.ids) for line in lines) if lines else 0
+    size = 0
+    for delta in deltas:
+        size += len(delta.text) // 8
+        for lines in (delta.logprobs, delta.prompt_logprobs):
+            if lines:
+                size += ENTRY_SIZE * sum(len(line.ids) for line in lines)
+    return size
 
 
 async def _close_when_gone(receive: Receive, stream: Stream) -> None:

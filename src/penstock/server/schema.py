@@ -20,8 +20,7 @@ TEXT_ROUTES = frozenset({"/metrics"})
 
 
 def openapi(routes: Sequence[Route], open_routes: Container[str], shapes: ErrorShapes, root_path: str = "") -> dict[str, Any]:
-    """The OpenAPI 3.1 document. `open_routes` are paths that need no key, `shapes` those of errors by path; `root_path` is
-    where a proxy shows the server."""
+    """The OpenAPI 3.1 document. `open_routes` need no key, `shapes` are errors' by path, `root_path` is a proxy's prefix."""
     kinds = [kind for route in routes for kind in (route.body, *route.parts, route.answer, route.event) if kind is not None]
     schemas, components = _short_names(*msgspec.json.schema_components(kinds, ref_template=_REF + "{name}"))
     schema_of = {str(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}
@@ -41,8 +40,7 @@ def openapi(routes: Sequence[Route], open_routes: Container[str], shapes: ErrorS
 
 
 def _short_names(schemas: Sequence[dict[str, Any]], components: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The same with short names: of types of one name in several dialects the first keeps it, others get their package's before
-    it (AnthropicMessage). msgspec names them by their modules."""
+    """The same with short names in place of msgspec's: of equal ones all but the first get a package's."""
     taken = {name for name in components if "." not in name}
     renamed: dict[str, str] = {}
     for name in components:

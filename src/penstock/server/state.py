@@ -90,8 +90,7 @@ class State:
         return name
 
     def priority(self, wanted: int | None, admin: bool, key: Key | None = None) -> int:
-        """The priority of a request, the lowest for a `key` of the class background. RequestError 403 for one before others',
-        unless the server allows that to this client."""
+        """A request's priority, for a `key` of the class background the lowest. RequestError 403 for one it may not have."""
         if key is not None and key.kind == "background":
             return LOWEST
         if wanted is None or wanted >= 0 or admin or self.options.allow_priority == "all":

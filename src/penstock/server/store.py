@@ -1,8 +1,7 @@
 """Objects that outlive a request (responses, conversations, files, batches), in SQLite.
 
 One thread of its own makes all calls, in their order: who reads after a write finds what was written. Objects belong to the
-API key that made them. Objects kept for convenience have a bound and an age; files and batches stay until they are deleted or
-expire."""
+API key that made them. They have a bound and an age, but for files and batches, which stay until they are deleted or expire."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ class Tenants:
     """The tenants of one server."""
 
     def __init__(self, options: ServerOptions, cache_disk: str | None = None, adopt: bool = False) -> None:
-        """`cache_disk` is the disk tier's folder (`adopt`: may be one with other files in it): pages that outlive the server
-        need salts that do. ConfigError if the folder or the secret's file cannot be used."""
+        """`cache_disk` is the disk tier's folder (`adopt`: also with other files): its pages need lasting salts."""
         keyed = bool(options.api_key or options.keys_file)
         self.isolated = options.cache_isolation == "key" or (options.cache_isolation == "auto" and keyed)
         self._secret = secrets.token_bytes(SECRET_BYTES)

@@ -1,8 +1,7 @@
 """Incremental detokenization: the joined results of all pushes equal the text of all tokens decoded at once.
 
 Incomplete UTF-8 characters are held back, so every part of a stream is valid text; bytes outside any character become U+FFFD.
-`Tokenizer.decode` uses the same code with one push. The text of a single token comes from the vocabularies (`fast.py`,
-`spm.py`), as a `Pieces` table."""
+`Tokenizer.decode` uses the same code with one push. Vocabularies (`fast.py`, `spm.py`) give the text of a token."""
 
 from __future__ import annotations
 

@@ -101,8 +101,7 @@ class ChatTemplate:
         """The templates in a model's folder, or the one that `override` is: a name among them, a file, or a template's text.
 
         `special_tokens` are the variables (bos_token, ...), by default what the folder's tokenizer files name. A folder without
-        template gives a ChatTemplate that refuses to render. ModelError or ConfigError for what is not Jinja, naming the line.
-        """
+        template gives a ChatTemplate that refuses to render. ModelError or ConfigError for what is not Jinja: the line."""
         path = Path(folder)
         variables = read_specials(path) if special_tokens is None else special_tokens
         found = _find(path)

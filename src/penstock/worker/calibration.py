@@ -17,8 +17,7 @@ from penstock.worker.windows import Windows
 class Moments:
     """The plain model in memory, and the text as windows of token ids."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], dtype: str, device: str,
-                 windows: Sequence[Sequence[int]]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], dtype: str, device: str, windows: Sequence[Sequence[int]]) -> None:
         self._windows = [torch.tensor(window, dtype=torch.int32) for window in windows]
         self._reader = Windows(folder, config, dtype, device, max(map(len, windows)))
         self._block, self._found, self._peaks = "", dict[str, torch.Tensor](), dict[str, torch.Tensor]()

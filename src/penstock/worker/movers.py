@@ -55,8 +55,7 @@ _HOST = -1
 class Movers:
     """The transfers of one worker. One thread calls `start`, `load` and `arrived`."""
 
-    def __init__(self, arena: Arena, behind: Behind, device: torch.device,
-                 states: Sequence[StateSpec] = ()) -> None:
+    def __init__(self, arena: Arena, behind: Behind, device: torch.device, states: Sequence[StateSpec] = ()) -> None:
         """Allocates the host arena and, for a GPU, pins it, which takes time per GiB. `states` are the arena's; without them
         pages behind the device are as they are on it."""
         self._arena = arena

@@ -25,12 +25,14 @@ class Reports:
     def __init__(self, model: Decoder, hidden: torch.Tensor, plan: StepPlan, rows: Rows) -> None:
         """`hidden`: those of all tokens of the step, [T, width]."""
         firsts = np.cumsum(plan.counts) - plan.counts
-        states, last, total = ((plan.wants & int(want)) > 0 for want in (Want.HIDDEN, Want.LAST, Want.SUM))
-        segments, parts = list[Ints](), list[torch.Tensor]()
+        hiddens, last, total, labels = (
+            (plan.wants & int(want)) > 0 for want in (Want.HIDDEN, Want.LAST, Want.SUM, Want.LABELS))
+        states = hiddens & ~labels
+        segments, found = list[Ints](), list[torch.Tensor]()
 
         def report(of: Places, values: torch.Tensor) -> None:
             segments.append(of.astype(np.int32))
-            parts.append(to_host(values.float()))
+            found.append(to_host(values.float()))
 
         def at(places: Places) -> torch.Tensor:
             return hidden.index_select(0, torch.from_numpy(places.astype(np.int64)).to(hidden.device))
@@ -50,9 +52,14 @@ class Reports:
         if (states & total).any():
             of = np.flatnonzero(states & total)
             report(of, sums(of))
-        self._segments, self._parts = segments, parts
-        self._labels: list[tuple[int, torch.Tensor]] = []
-        asked = np.flatnonzero(plan.wants & int(Want.LABELS))
+        self._segments, self._parts = segments, found
+        self._labels: list[tuple[int, list[torch.Tensor]]] = []
+        """Logits of segments, in pieces."""
+        for segment in np.flatnonzero(labels & hiddens).tolist():
+            first, count = int(firsts[segment]), int(plan.counts[segment])
+            pieces = hidden[first:first + count].split(MAX_LOGITS_ROWS)
+            self._labels.append((segment, [to_host(model.whole(model.head(piece))) for piece in pieces]))
+        asked = np.flatnonzero(labels & ~hiddens)
         for start in range(0, len(asked), MAX_LOGITS_ROWS):
             some = asked[start:start + MAX_LOGITS_ROWS]
             if model.spec.head.mean:
@@ -63,7 +70,7 @@ class Reports:
             logits = model.whole(model.head(x))
             for segment, line in zip(some.tolist(), logits, strict=True):
                 wanted = rows.labels[int(plan.rows[segment])]
-                self._labels.append((segment, to_host(line[wanted] if wanted else line)))
+                self._labels.append((segment, [to_host(line[wanted] if wanted else line)]))
 
     @property
     def hidden(self) -> Hidden | None:
@@ -74,4 +81,4 @@ class Reports:
 
     @property
     def labels(self) -> list[tuple[int, npt.NDArray[np.float32]]]:
-        return [(segment, np.array(line.numpy())) for segment, line in self._labels]
+        return [(segment, np.concatenate([part.numpy() for part in parts])) for segment, parts in self._labels]

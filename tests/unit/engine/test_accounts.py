@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from penstock.core.errors import EngineDeadError, RequestError
-from penstock.core.request import EngineInfo, Request, Timings, Update
+from penstock.core.request import EngineInfo, Request, Timings
 from penstock.core.sampling import SamplingParams
 from penstock.engine.async_llm import AsyncLLM
-from penstock.engine.outputs import Outputs
+from penstock.engine.outputs import Delta, Outputs
 from penstock.engine.process import Call, EngineOutputs
 from penstock.server.promise import Promise
 
@@ -107,7 +107,7 @@ def test_what_first_tokens_take_behind_the_engine_is_measured() -> None:
     assert llm.traffic.delivery.late == 0
     stream = llm.open([request("a")])
     timings = Timings(now - 1.0, now - 0.9, now - 0.05, now - 0.01)
-    llm._on_outputs(EngineOutputs([Update("a", 0, [3], finish_reason="stop", timings=timings)], None))
+    llm._on_outputs(EngineOutputs([Delta("a", 0, [3], finish_reason="stop", timings=timings)], None))
     assert not stream.open and 0.05 <= llm.traffic.delivery.late < 0.5
     for _ in range(200):
         llm.traffic.delivery.took(0.002)

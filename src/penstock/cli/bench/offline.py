@@ -117,8 +117,7 @@ def _speculation_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _beside_off(run: _Run, args: argparse.Namespace, seconds: float, measured: Callable[[_Run], float]) -> dict[str, Any]:
-    """The gain by drafts: the same requests by an engine that drafts nothing, after that of `run` is closed. Nothing if
-    `run` drafted nothing."""
+    """The gain by drafts: the same requests without any, after `run`'s engine is closed. Nothing if `run` drafted nothing."""
     if speculation(run.options) is None:
         return {}
     before, after = run.before, msgspec.structs.replace(run.llm.stats())

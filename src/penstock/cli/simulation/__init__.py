@@ -1,2 +1,1 @@
-"""Replicas on a virtual clock: the scheduler, the cache and the balancer themselves, and a device that takes as long as a model
-of step time says."""
+"""Replicas on a virtual clock: the scheduler, cache and balancer themselves, and a device that takes the predicted times."""

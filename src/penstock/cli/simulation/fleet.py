@@ -113,8 +113,7 @@ class Replica:
 
     def __init__(self, cost: Cost, policy: str, classes: dict[str, Service], kind: SchedulerKind | None = None,
                  depth: int = 2, times: StepTime | None = None) -> None:
-        """`kind` makes another scheduler than the engine's, for comparisons. `times`: what the engine knows of step times at
-        first, by default nothing."""
+        """`kind` makes another scheduler than the engine's, for comparisons. `times`: known step times, by default none."""
         state = StateSpec((Field("k", (1, 1), "float32"),), Everything())
         slab = lay_out([state], cost.page_size, 0).slab_bytes
         layout = lay_out([state], cost.page_size, slab * max(2, cost.kv_tokens // cost.page_size))

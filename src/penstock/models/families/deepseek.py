@@ -64,5 +64,4 @@ def spec(config: Config) -> ModelSpec:
         shared = config.nullable_integer("n_shared_experts", 0) * config.integer("moe_intermediate_size")
         mixture = parts.experts(config, routing(config), shared_inner=shared)
         blocks += [parts.pre_norm_block(attention, mixture, norm)] * (layers - dense)
-    return dataclasses.replace(parts.decoder(config, blocks, norm),
-                               beyond=parts.draft_layers(config))
+    return dataclasses.replace(parts.decoder(config, blocks, norm), beyond=parts.draft_layers(config))

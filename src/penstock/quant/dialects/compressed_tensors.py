@@ -148,8 +148,7 @@ class _CompressedTensors(Reader):
             return _packed(n, k, bits, size, symmetric=symmetric, dtype=self._dtype,
                            ordered=weights.get("actorder") in ("group", True))
         elif not floating and bits == 8 and symmetric and strategy in ("tensor", "channel", "group"):
-            return _integers(n, k, strategy, size, _activation(group.get("input_activations")),
-                             self._dtype)
+            return _integers(n, k, strategy, size, _activation(group.get("input_activations")), self._dtype)
         raise ModelError(f"quantization_config: format {kind!r} with weights of {bits} bits, type {weights.get('type')!r}, "
                          f"strategy {strategy!r}, symmetric {symmetric} is not known; formats are {', '.join(_FORMATS)}")
 

@@ -123,8 +123,7 @@ class MessageBatches:
 
     async def results(self, http: Request) -> Response:
         named = ref(http, "batch")
-        found = await self.state.store.run(
-            lambda database: [*_results(database, _ended(named.read(database)), named.owner)])
+        found = await self.state.store.run(lambda database: [*_results(database, _ended(named.read(database)), named.owner)])
         return Response(b"".join(msgspec.json.encode(one) + b"\n" for one in found), media_type="application/x-jsonl")
 
     async def _described(self, http: Request, named: Ref) -> Response:

@@ -158,8 +158,7 @@ class Runner:
         self._flying[slot] -= 1
 
     def _next(self, waiting: dict[Slot, deque[Ask]], busy: bool) -> Slot | None:
-        """The model whose next line may be asked now. One that is not loaded waits while lines of others run (`busy`), so that
-        models do not take turns in memory."""
+        """The model whose next line may be asked now. One that is not loaded waits while lines of others run (`busy`)."""
         ready = [slot for slot, asks in waiting.items() if asks and self._spare(slot)]
         loaded = [slot for slot in ready if slot.llm.info is not None]
         return next(iter(loaded or ([] if busy else ready)), None)

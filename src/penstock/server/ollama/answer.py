@@ -27,8 +27,7 @@ class OllamaAnswer(BlocksAnswer):
 
     def __init__(self, model: str, prompt_tokens: int, blocks: Blocks, *, chat: bool, thinking: bool,
                  namer: Namer | None) -> None:
-        """`chat`: a message, else a response; `thinking`: whether thinking is shown; `namer`: of log probabilities, if they are
-        wanted."""
+        """`chat`: a message, else a response; `thinking`: whether it is shown; `namer`: of log probabilities, if wanted."""
         super().__init__(blocks)
         self.model = model
         self._prompt_tokens = prompt_tokens

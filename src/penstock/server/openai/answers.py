@@ -109,6 +109,8 @@ class ChoicesAnswer(ABC):
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Server-sent events for these deltas."""
+        if len(deltas) == 1:
+            return self.event(self.choice_of(deltas[0]), deltas[0])
         return b"".join([self.event(choice, delta) for choice, delta in self.merged(deltas)])
 
     @abstractmethod
@@ -152,8 +154,6 @@ class ChoicesAnswer(ABC):
 
     def merged(self, deltas: list[Delta]) -> list[tuple[int, Delta]]:
         """(choice, delta), with the deltas of each choice merged into one."""
-        if len(deltas) == 1:
-            return [(self.choice_of(deltas[0]), deltas[0])]
         found: dict[int, Delta] = {}
         for delta in deltas:
             choice = self.choice_of(delta)

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, TokenLogprobs
 from penstock.core.request import Request as EngineRequest
-from penstock.dialects.message import Content
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
 from penstock.server.ignored import note_ignored
@@ -86,24 +85,22 @@ class ChatAnswer(ChoicesAnswer):
         super().__init__(name, model, [request], body, namer, info)
         self.request = request
         self.want_logprobs = bool(body.logprobs)
-        self._plain = not (self.want_logprobs or self.want_ids or self.usage_always)
         self.readings = [Reading(new_parser(), body) for _ in self.growths]
+        self._plain = not (self.want_logprobs or self.want_ids or self.usage_always or forced(body))
 
     def event(self, choice: int, delta: Delta) -> bytes:
         """A choice begins with an event that names the role, as OpenAI's does."""
-        growth = self.growths[choice]
-        opening = b""
+        growth, reading, opening = self.growths[choice], self.readings[choice], b""
         if not growth.started:
             growth.started = True
             opening = event(self._chunk(ChunkChoice(choice, ChunkDelta("assistant", "")), first=True))
         self.count(delta)
-        reading = self.readings[choice]
-        events = reading.events(delta.text, delta.finish_reason is not None)
-        if self._plain and len(events) == 1 and isinstance(events[0], Content) and not delta.finish_reason:
+        if self._plain and not delta.finish_reason and reading.parser.is_content(delta.text):
             frame = self.frames.get(choice)
             if frame is None:
                 frame = self.frames[choice] = Frame(self._chunk(ChunkChoice(choice, ChunkDelta(content="\0"))), "content")
-            return opening + frame.event(events[0].text)
+            return opening + frame.event(delta.text)
+        events = reading.events(delta.text, delta.finish_reason is not None)
         said = reading.chunk(events)
         if said == ChunkDelta() and not (delta.finish_reason or self.want_logprobs or self.want_ids):
             return opening
@@ -178,8 +175,7 @@ async def answer(state: State, http: Request, body: ChatRequest) -> Response:
 
 
 async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
-    """Renders and checks a conversation, for every dialect that has conversations. RequestError for what cannot be
-    honoured."""
+    """Renders and checks a conversation, for every dialect that has them. RequestError for what cannot be honoured."""
     model = state.admit(body.model)
     check(body)
     prompt = await render(state, http, body)
@@ -190,8 +186,7 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
     tools = offered(body)
     budget = body.max_thinking_tokens if body.max_thinking_tokens is not None else body.thinking_token_budget
     must, inputs = forced(body), state.llm.inputs
-    held = not must and params.structured_outputs is None and (
-        strict(body, tools) or (inputs.constrain_tools and bool(tools)))
+    held = not must and params.structured_outputs is None and (strict(body, tools) or (inputs.constrain_tools and bool(tools)))
     if budget is not None or params.structured_outputs is not None or must:
         params = params.replace(**inputs.thinking(prompt.text, budget))
     if held and params.reasoning_end_ids:

@@ -67,8 +67,7 @@ explain = refusing(WHY_REFUSED, _parts)
 
 
 def converted(fields: Mapping[str, Any], kind: type[Body], param: str | None = None) -> Body:
-    """A body in another dialect's terms. Fields that are None are left out. RequestError naming `param` for a value that the
-    other one does not have."""
+    """A body in another dialect's terms, without fields that are None. RequestError, naming `param`, for other values."""
     try:
         return msgspec.convert({name: value for name, value in fields.items() if value is not None}, kind)
     except msgspec.ValidationError as error:

@@ -26,8 +26,7 @@ _TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
 
 
 async def render(state: State, http: Request, body: Templated) -> Marked:
-    """Renders the conversation with the model's template, with its cache_control marks. RequestError if there is no template,
-    or it refuses."""
+    """Renders the conversation, with its cache_control marks. RequestError if there is no template, or it refuses."""
     template = choose(state.llm.template, body.chat_template, state.options.trust_request_chat_template)
     # Tools that tool_choice rules out are not shown to the model.
     tools = offered(body) or None

@@ -23,8 +23,7 @@ _COMPILING = 100_000
 async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[int] | Marked], params: SamplingParams,
                   body: GenerationFields, *, add_special_tokens: bool, parsed: bool = False,
                   predicted: str = "") -> list[Request]:
-    """Checked engine requests, each under a name of its own: two HTTP requests may carry the same request_id. RequestError
-    naming the limit that they would pass."""
+    """Checked engine requests, each with a name of its own. RequestError naming the limit that they would pass."""
     llm, adapter, retain = state.llm, state.adapter(body.model), retained(body)
     for prompt in prompts:
         if not isinstance(prompt, list):

@@ -87,6 +87,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: OnlyFalse | None = None
 
 
+class PromptCacheOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's: the whole prompt stays in the cache."""
+
+    mode: Literal["implicit"] = "implicit"
+    """explicit is not possible: every prompt is looked up in the cache. Marks inside it are `cache_control`."""
+    ttl: Ttl = "30m"
+
+
 class PredictedPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
 
@@ -136,6 +144,7 @@ class SamplingFields(ServiceFields, kw_only=True):
     """A class of service: auto, default, priority (interactive), flex (batch), or a class by its own name."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """24h keeps the whole prompt for so long; OpenAI's field."""
+    prompt_cache_options: PromptCacheOptions | None = None
 
     # Accepted, as OpenAI does; they file the request and change no token of the answer.
     metadata: Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)] | None = None

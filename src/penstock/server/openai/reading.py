@@ -93,8 +93,7 @@ def strict(body: ChatRequest, tools: list[dict[str, Any]]) -> bool:
 
 
 def as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates know it: a custom one is a function of one text. Its grammar is a
-    keyword of that text."""
+    """A tool as templates know it: a custom one is a function of one text, and its grammar a keyword of that text."""
     if tool.get("type") != "custom":
         return {"type": "function", **tool}
     custom = tool["custom"]

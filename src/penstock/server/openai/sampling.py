@@ -54,6 +54,8 @@ def retained(body: GenerationFields) -> list[Span]:
         spans.append(Span(PROMPT, *read_mark(msgspec.to_builtins(body.cache_control), "cache_control")))
     if body.prompt_cache_retention == "24h":
         spans.append(Span(PROMPT, MARKED_PRIORITY, 86400.0))
+    if (options := body.prompt_cache_options) is not None:
+        spans.append(Span(PROMPT, MARKED_PRIORITY, seconds_of(options.ttl, "prompt_cache_options.ttl")))
     for span in body.cache_retention or ():
         upto = {"prompt": PROMPT, "all": WHOLE}[span.upto] if isinstance(span.upto, str) else span.upto
         spans.append(Span(upto, span.priority, seconds_of(span.ttl, "cache_retention.ttl")))

@@ -39,8 +39,7 @@ def _asked(body: StructureFields) -> Iterator[tuple[StructuredOutputsParams | No
 
 
 def check_structure(body: StructureFields) -> None:
-    """RequestError, by the name of the body's own field, if the answer cannot be made to look like that. May take some
-    milliseconds."""
+    """RequestError, by the name of the body's own field, if the answer cannot look like that. Takes milliseconds."""
     asked = structure_of(body)
     if asked is not None:
         with _named(asked[1]):

@@ -35,8 +35,12 @@ from penstock.server.openai.messages import render
 from penstock.server.openai.prepare import admitted
 from penstock.server.openai.protocol import TokenizeRequest
 from penstock.server.pooling import protocol as p
+from penstock.server.pooling.packing import packed
 from penstock.server.respond import gather
 from penstock.server.state import State
+
+_MOST_PLACES = 256
+"""Vectors that the header of an answer in bytes tells of. Clients read no header of more than 64 KiB."""
 
 
 class PooledTexts:
@@ -48,6 +52,7 @@ class PooledTexts:
         self.vectors = vectors
         self.usage = p.PoolUsage(tokens, tokens)
         self.created = int(time.time())
+        self.numbers = sum(vector.size for vector in vectors)
 
 
 class Pooling(OpenAIForm):
@@ -70,32 +75,34 @@ class Pooling(OpenAIForm):
     # -- the endpoints
 
     async def embeddings(self, http: Request) -> Response:
-        """Embeddings as numbers or base64."""
+        """Embeddings as numbers, base64 or bytes."""
         body = await self.bodies.read(http, p.EmbeddingRequest)
-        model, scale = self.state.admit_bare(body.model), self._scale(body)
-        run = await self._run(http, model, body, await self._texts(http, body), embedding_pool(self._inputs))
-        return await self._answer(run, "embd", lambda: _written(p.Embedding, run.vectors, scale, body))
+        model, scale = self.state.admit_bare(body.model), _scaling(body, self._inputs.pooler.normalize)
+        texts = await self._texts(http, body)
+        run = await pool_texts(self.state, http, model, body, texts, embedding_pool(self._inputs))
+        return await self._written(run, "embd", p.Embedding, scale, body)
 
     async def pooling(self, http: Request) -> Response:
-        """Hidden states: of each text, of its tokens, or a classifier's logits."""
+        """Hidden states or a classifier's probabilities: of each text, or of its tokens."""
         body = await self.bodies.read(http, p.PoolingRequest)
-        model, scale = self.state.admit_bare(body.model), self._scale(body)
+        model, scale = self.state.admit_bare(body.model), _scaling(body, self._inputs.pooler.normalize)
         task = body.task or ("classify" if self._inputs.info.task == "classify" else "embed")
-        if task in ("classify", "score"):
-            pool, scale = class_pool(self._inputs), probabilities if body.use_activation is not False else lambda logits: logits
+        if task in ("classify", "score", "token_classify"):
+            pool = class_pool(self._inputs, task == "token_classify")
+            scale = probabilities if body.use_activation is not False else lambda logits: logits
         elif task == "embed":
             pool = embedding_pool(self._inputs)
         else:
             # vLLM scales the vectors of tokens too, unless told otherwise.
-            pool, scale = Pool("all"), _scaling(_normal(body, True), body.dimensions)
-        run = await self._run(http, model, body, await self._texts(http, body), pool)
-        return await self._answer(run, "pool", lambda: _written(p.Pooled, run.vectors, scale, body))
+            pool, scale = Pool("all"), _scaling(body, True)
+        run = await pool_texts(self.state, http, model, body, await self._texts(http, body), pool)
+        return await self._written(run, "pool", p.Pooled, scale, body)
 
     async def classify(self, http: Request) -> Response:
         """The most probable label of each text, and all probabilities."""
         body = await self.bodies.read(http, p.ClassifyRequest)
         model = self.state.admit_bare(body.model)
-        run = await self._run(http, model, body, await self._texts(http, body), class_pool(self._inputs))
+        run = await pool_texts(self.state, http, model, body, await self._texts(http, body), class_pool(self._inputs))
         names = self._inputs.info.labels
 
         def line(place: int, logits: Floats) -> p.Class:
@@ -136,9 +143,6 @@ class Pooling(OpenAIForm):
     def _inputs(self) -> Any:
         return self.state.llm.inputs
 
-    def _scale(self, body: p.EmbeddingRequest) -> Callable[[Floats], Floats]:
-        return _scaling(_normal(body, self._inputs.pooler.normalize), body.dimensions)
-
     async def _texts(self, http: Request, body: p.TextFields) -> list[Text]:
         """The texts of a body. RequestError unless it has either input or messages."""
         if (body.input is None) == (body.messages is None):
@@ -166,15 +170,40 @@ class Pooling(OpenAIForm):
         size = sum(len(one) + len(two) for one, two in pairs)
         self.state.limits.check_text(max(len(one) + len(two) for one, two in pairs), self._inputs.info.max_model_len)
         texts = await self.state.llm.work.run(size, lambda: scorer.texts(pairs, body.instruction))
-        run = await self._run(http, model, body, texts, scorer.pool)
+        run = await pool_texts(self.state, http, model, body, texts, scorer.pool)
         return scorer.scores(pairs, run.vectors, body.use_activation is not False), run
 
-    async def _run(self, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text], pool: Pool) -> PooledTexts:
-        return await pool_texts(self.state, http, model, body, texts, pool)
+    async def _written(self, run: PooledTexts, prefix: str, kind: Callable[[int, Any], Any], scale: Callable[[Floats], Floats],
+                       body: p.EmbeddingRequest) -> Response:
+        """The vectors in the format that the body asks for."""
+        form, dtype, endianness = body.encoding_format, body.embed_dtype or "float32", body.endianness or "little"
+        if form == "float" and (body.embed_dtype or body.endianness):
+            field = "embed_dtype" if body.embed_dtype else "endianness"
+            raise RequestError(f"{field} is only possible with the encoding_format base64, bytes or bytes_only", param=field)
+        if form == "bytes" and len(run.vectors) > _MOST_PLACES:
+            raise RequestError(f"the header of the encoding_format bytes has room for {_MOST_PLACES} vectors, not for "
+                               f"{len(run.vectors)}; send bytes_only", param="encoding_format")
+        if form == "float":
+            return await self._answer(run, prefix, lambda: [kind(*one) for one in enumerate(
+                scale(vector).tolist() for vector in run.vectors)])
+        if form == "base64":
+            return await self._answer(run, prefix, lambda: [kind(*one) for one in enumerate(
+                base64.b64encode(packed(scale(vector), dtype, endianness)).decode() for vector in run.vectors)])
+
+        def in_bytes() -> Response:
+            parts, places, end = list[bytes](), list[dict[str, Any]](), 0
+            for index, vector in enumerate(map(scale, run.vectors)):
+                parts.append(packed(vector, dtype, endianness))
+                places.append({"index": index, "embed_dtype": dtype, "endianness": endianness, "start": end,
+                               "end": (end := end + len(parts[-1])), "shape": vector.shape})
+            said = msgspec.json.encode(p.Answers(f"{prefix}-{run.id}", run.created, run.model, places, run.usage)).decode()
+            return Response(b"".join(parts), headers={"metadata": said} if form == "bytes" else {},
+                            media_type="application/octet-stream")
+
+        return await self.state.llm.work.run(run.numbers // 4, in_bytes)
 
     async def _answer(self, run: PooledTexts, prefix: str, data: Callable[[], list[Any]]) -> Response:
-        numbers = sum(vector.size for vector in run.vectors)
-        return await self.state.llm.work.run(numbers // 4, lambda: json_response(
+        return await self.state.llm.work.run(run.numbers // 4, lambda: json_response(
             p.Answers(f"{prefix}-{run.id}", run.created, run.model, data(), run.usage)))
 
 
@@ -196,20 +225,6 @@ async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFie
     return PooledTexts(http, model, vectors, sum(len(request.prompt_ids) for request in requests))
 
 
-def _normal(body: p.EmbeddingRequest, default: bool) -> bool:
+def _scaling(body: p.EmbeddingRequest, default: bool) -> Callable[[Floats], Floats]:
     said = body.use_activation if body.normalize is None else body.normalize
-    return default if said is None else said
-
-
-def _scaling(normal: bool, dimensions: int | None) -> Callable[[Floats], Floats]:
-    return lambda vector: embedding(vector, normal, dimensions)
-
-
-def _written(kind: Callable[[int, Any], Any], vectors: Sequence[Floats], scale: Callable[[Floats], Floats],
-             body: p.EmbeddingRequest) -> list[Any]:
-    def written(vector: Floats) -> Any:
-        if body.encoding_format == "base64":
-            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        return vector.tolist()
-
-    return [kind(place, written(scale(vector))) for place, vector in enumerate(vectors)]
+    return lambda vector: embedding(vector, default if said is None else said, body.dimensions)

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from penstock.engine.retention import Side
 from penstock.server.openai.protocol import MAX_ENTRIES, Conversation, Count, Messages, ServiceFields, TokenId
+from penstock.server.pooling.packing import DType
 
 Item = TypeVar("Item")
 
@@ -48,8 +49,13 @@ class TextFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
 class EmbeddingRequest(TextFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/embeddings."""
 
-    encoding_format: Literal["float", "base64"] = "float"
-    """base64: of the little-endian float32 numbers."""
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = "float"
+    """base64: of the numbers as `embed_dtype`, in this `endianness`. bytes: the body has the vectors one after another,
+    its header `metadata` says where each lies; bytes_only: without that header."""
+    embed_dtype: DType | None = None
+    """float32 by default; not for the format float."""
+    endianness: Literal["native", "little", "big"] | None = None
+    """little by default; not for the format float."""
     dimensions: Count | None = None
     """Only the first numbers of each embedding, scaled to length 1 again."""
     normalize: bool | None = None
@@ -59,8 +65,8 @@ class EmbeddingRequest(TextFields, kw_only=True, forbid_unknown_fields=True):
 class PoolingRequest(EmbeddingRequest, kw_only=True, forbid_unknown_fields=True):
     """POST /pooling."""
 
-    task: Literal["embed", "token_embed", "classify", "encode", "score"] | None = None
-    """token_embed and encode give a vector for each token."""
+    task: Literal["embed", "token_embed", "classify", "token_classify", "encode", "score"] | None = None
+    """token_embed and encode give a vector for each token, token_classify a classifier's probabilities."""
 
 
 class ClassifyRequest(TextFields, kw_only=True, forbid_unknown_fields=True):

@@ -28,8 +28,7 @@ def items_of(given: r.Input | None) -> list[r.Item]:
 
 
 def chat_request(body: r.ResponseRequest, items: Sequence[r.Item]) -> ChatRequest:
-    """The same conversation, tools and parameters; `items` are all, those of earlier responses too. RequestError for items and
-    tools that this server does not have."""
+    """The same as a chat; `items` are all, those of earlier responses too. RequestError for items and tools unknown here."""
     messages = messages_of(items)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})

@@ -25,6 +25,7 @@ WHY_REFUSED = {
     "prompt": "this server keeps no prompt templates; send the text as instructions and input",
     "context_management": "this server does not edit conversations",
     "moderation": "this server does not moderate",
+    "personality": "models have no presets of style here; write it into the instructions",
     "max_tool_calls": "it limits tools that OpenAI runs itself, and there are none here",
 }
 """Why a recognised field is refused, as the second half of a sentence."""
@@ -123,6 +124,7 @@ class ResponseRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
     prompt: None = None
     context_management: None = None
+    personality: None = None
     moderation: None = None
     max_tool_calls: None = None
 

@@ -23,9 +23,7 @@ from penstock.server.openai.protocol import MAX_ENTRIES, MAX_IDS, CompletionRequ
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.respond import event, respond
 
-REFUSED = {
-    "/collective_rpc": "this server runs no methods that requests name",
-}
+REFUSED = {"/collective_rpc": "this server runs no methods that requests name"}
 """Routes that vLLM has and this server refuses, and why."""
 
 UNREAD = ("detokenize", "output_kind", "skip_reading_prefix_cache", "spaces_between_special_tokens")
