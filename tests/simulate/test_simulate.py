@@ -23,6 +23,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.sequence import Sequence
 from penstock.core.state import Ahead, Chunk, Everything, Field, Retention, Snapshot, StateSpec, Window
 from penstock.scheduler.admission import Limits
+from penstock.scheduler.drafting import DraftPolicy
 from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeTiers, FakeWorker, expected
 
@@ -48,11 +49,15 @@ def _states(rng: random.Random) -> list[StateSpec]:
     return layers
 
 
-class RandomDrafts:
-    """Asks for a few drafts, or for none."""
+class RandomDrafts(DraftPolicy):
+    """Asks for a few drafts, for none, or that the drafter rests."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__(5)
         self.rng = random.Random(seed)
+
+    def begin(self) -> bool:
+        return self.rng.random() < 0.8
 
     def count(self, sequence: Sequence) -> int:
         return self.rng.randint(0, 5)
@@ -60,7 +65,7 @@ class RandomDrafts:
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted > 0
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
         assert 0 <= kept <= tokens >= rows
 
 

@@ -21,6 +21,7 @@ from penstock.core.plan import Masks
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
 from penstock.engine.engine import Engine
+from penstock.scheduler.drafting import DraftPolicy
 from penstock.worker.drafting import Drafting
 from penstock.worker.worker import Worker
 
@@ -60,19 +61,24 @@ class _Open:
         return lambda: Masks(np.full((sum(1 + len(drafts) for _, drafts in segments), self._words), -1, np.int32))
 
 
-class _Drafts:
-    """Drafts that repeat what the row's tokens did before: some are right."""
+class _Drafts(DraftPolicy):
+    """Drafts that repeat what the row's tokens did before: some are right. Every third step has none."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        super().__init__(count)
+        self._turn = 0
+
+    def begin(self) -> bool:
+        self._turn += 1
+        return self._turn % 3 > 0
 
     def count(self, sequence: Sequence) -> int:
-        return self._count if sequence.index == 0 else len(sequence.tokens) % (self._count + 1)
+        return self.most if sequence.index == 0 else len(sequence.tokens) % (self.most + 1)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
         assert 0 <= kept <= tokens >= rows
 
     def propose(self, drafting: Drafting) -> None:

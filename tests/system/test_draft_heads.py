@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from penstock import LLM, SamplingParams
 from penstock.canary import suite
 from penstock.cli.eval import room
 from penstock.core.errors import PenstockError
+from penstock.core.sequence import Sequence
+from penstock.scheduler.drafting import DraftPolicy
+from penstock.worker.runner import Runner
 from tests.system.random_models import saved_head
 from tests.system.served import served
 
@@ -192,3 +196,48 @@ def test_usage_and_metrics_tell_what_was_drafted() -> None:
     found = {name: float(value) for name, value in told}
     assert found["accepted_tokens"] == accepted and found["draft_tokens"] == accepted + rejected
     assert details["acceptance_length"] == round(1 + accepted / found["drafts"], 3)
+
+
+class Pausing(DraftPolicy):
+    """Drafts four tokens, but rests from one step on up to another."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(4)
+        self._first, self._last, self._step = first, last, 0
+        self.drafted = self.accepted = 0
+
+    @property
+    def reads_prompts(self) -> bool:
+        return False
+
+    def begin(self) -> bool:
+        self._step += 1
+        return not self._first <= self._step < self._last
+
+    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        if self._step > 42:
+            self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+
+
+@pytest.mark.parametrize(("draft", "least"), [("canary-eagle", 0.5), ("canary-draft", 0.95)])
+def test_a_drafter_that_has_rested_drafts_again(draft: str, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it rests, none of its matrices is read. Then a draft model reads what it has missed; a head lacks those positions,
+    the whole prompt in the last case, and is right less often."""
+    followed = []
+    monkeypatch.setattr(Runner, "forward", lambda self, *given, _forward=Runner.forward, **more: (
+        followed.append(self.model), _forward(self, *given, **more))[1])
+    prompts = [[{"role": "user", "content": f"Tell me a story about a {animal}."}] for animal in ("fox", "cat", "bear", "hen")]
+    params = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+    shares, answers = [], []
+    with closing(LLM(model="canary", **FIXED, speculative_model=str(ASSETS / draft), num_speculative_tokens=4)) as llm:
+        for first, last in ((0, 0), (8, 38), (0, 38)):
+            llm.reset_prefix_cache()
+            llm.engine.scheduler.drafts.policy = policy = Pausing(first, last)
+            followed.clear()
+            answers.append([one.outputs[0].token_ids for one in llm.chat(prompts, params, use_tqdm=False)])
+            target = llm.engine.rank.worker.model
+            resting = sum(model is target for model in followed)
+            shares.append(policy.accepted / policy.drafted)
+            print(draft, first, last, shares[-1], policy.drafted, resting, len(followed))
+    assert answers[1] == answers[0] == answers[2]
+    assert shares[1] > least * shares[0] and shares[2] > least * shares[0]

@@ -21,6 +21,7 @@ from penstock.core.request import Request, TokenLogprobs, Update
 from penstock.core.sampling import SamplingParams
 from penstock.core.sequence import Sequence
 from penstock.engine.engine import Engine
+from penstock.scheduler.drafting import DraftPolicy
 from penstock.worker.drafting import Drafting
 from tests.data import MODELS, need
 from tests.system.test_masks import Alternating
@@ -28,21 +29,18 @@ from tests.system.test_masks import Alternating
 PROMPTS = [[1, 5, 9], [1, 300, 20, 31, 7], [1, 44], [1, *range(30, 90)], [1], [1, 403, 407, 261]]
 
 
-class Fixed:
+class Fixed(DraftPolicy):
     """Asks for as many drafts each time."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        super().__init__(count)
         self.drafted = self.accepted = 0
-
-    def count(self, sequence: Sequence) -> int:
-        return self._count
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         self.drafted += drafted
         self.accepted += accepted
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
         assert 0 <= kept <= tokens >= rows
 
 

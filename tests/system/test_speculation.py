@@ -507,44 +507,52 @@ def _times(slope: float) -> StepTime:
     return times
 
 
+def _planned(policy: Adaptive, sequence: Sequence) -> tuple[bool, int]:
+    """Whether the drafter takes part in the next step, and the drafts of a sequence."""
+    return (True, policy.count(sequence)) if policy.begin() else (False, 0)
+
+
 def test_the_policy_drafts_where_a_step_costs_the_same_and_not_where_each_position_costs_time() -> None:
     cheap, dear = Adaptive(5, _times(1e-7)), Adaptive(5, _times(1e-3))
     for turn in range(200):
-        tokens = 8 + turn % 5 * 8
-        kept = 8 + turn % 5 * 4
-        cheap.stepped(8, tokens, kept, 0.004 + 1e-7 * tokens)
-        dear.stepped(8, tokens, kept, 0.0002 + 1e-3 * tokens)
-    assert cheap.bar < 0.05 and dear.bar >= 1
-    assert cheap.count(_sequence(0.6)) == 5 and dear.count(_sequence(0.9)) == 0
+        drafts = max(0, turn % 6 - 2)
+        tokens, kept = 8 + drafts * 8, 8 + drafts * 4
+        cheap.stepped(8, tokens, kept, 0.004 + 1e-7 * tokens, drafts > 0)
+        dear.stepped(8, tokens, kept, 0.0002 + 1e-3 * tokens, drafts > 0)
+    assert cheap.begin() and cheap.count(_sequence(0.6)) == 5
+    assert [dear.begin() for _ in range(4)][3] is False
 
 
 def test_a_draft_that_is_nearly_certain_pays_where_others_do_not() -> None:
     """Positions cost half of their share of a step, and all drafts are kept: those that are likely enough are worth it."""
     policy = Adaptive(5, _times(0.5e-3))
     for turn in range(200):
-        tokens = 8 + turn % 5 * 8
-        policy.stepped(8, tokens, tokens, 0.008 + 1e-3 * tokens * 0.5)
-    assert 0.1 < policy.bar < 0.9
+        tokens = 8 + max(0, turn % 6 - 2) * 8
+        policy.stepped(8, tokens, tokens, 0.008 + 1e-3 * tokens * 0.5, tokens > 8)
+    assert policy.begin()
     assert policy.count(_sequence(0.99)) == 5 and policy.count(_sequence(0.05)) == 0
 
 
-def test_the_policy_tries_a_step_without_drafts_and_drops_them_if_that_is_faster() -> None:
+def test_the_policy_tries_steps_without_drafts_and_drops_them_if_that_is_faster() -> None:
     """All steps with drafts are of one size, so that only trials show what they cost. 128 rows as measured on a GPU with a wide
-    draft head: 28 ms for 430 tokens with drafts, 7 ms for 128 without."""
+    draft head: 28 ms for 430 tokens with drafts, 7 ms for 128 without. The drafter then rests, and follows for two steps of
+    hundreds."""
     policy, sequence = Adaptive(4, _times(0.005 / 128)), _sequence(0.8)
-    drafted = 0
-    for turn in range(1000):
-        count = policy.count(sequence)
-        drafted += count if turn >= 100 else 0
-        kept, took = 128 + count * 76, 0.009 + 0.005 * count if count else 0.007
-        policy.stepped(128, 128 * (1 + count), kept, took)
-    assert drafted <= 900 / 64 + 1
+    drafted = followed = 0
+    for turn in range(4000):
+        drafting, count = _planned(policy, sequence)
+        drafted, followed = drafted + count * (turn >= 100), followed + drafting * (turn >= 100)
+        kept, took = 128 + count * 76, 0.009 + 0.005 * count if drafting else 0.007
+        policy.stepped(128, 128 * (1 + count), kept, took, drafting)
+    assert 2 <= drafted <= 6 and followed == 2 * drafted
+    assert not policy.reads_prompts
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_the_policy_costs_nothing_where_the_load_has_grown(ahead: int) -> None:
     """As measured on an H200 with an EAGLE shape: 1.5 times as fast at 32 sequences, 0.78 times at 128 and at 256, whose steps
-    with drafts take 29 and 43 ms. Answers of 128 tokens; `ahead` steps are planned before the first has ended."""
+    with drafts take 29 and 43 ms. Answers of 128 tokens; `ahead` steps are planned before the first has ended. A head that
+    follows costs a tenth of a step."""
     policy, sequence = Adaptive(4, _times(1e-6)), _sequence(0.8)
 
     def taken(rows: int, plain: float, drafted: float) -> float:
@@ -552,33 +560,42 @@ def test_the_policy_costs_nothing_where_the_load_has_grown(ahead: int) -> None:
         tokens = seconds = 0.0
         planned = []
         while tokens < 128:
-            planned.append(policy.count(sequence))
+            planned.append(_planned(policy, sequence))
             if len(planned) < ahead:
                 continue
-            count = planned.pop(0)
+            drafting, count = planned.pop(0)
             took, kept = plain + (drafted - plain) * count / 4, sum(0.8 ** place for place in range(count + 1))
-            policy.stepped(rows, rows * (1 + count), int(rows * kept), took)
+            took += 0.1 * plain * (drafting and not count)
+            policy.stepped(rows, rows * (1 + count), int(rows * kept), took, drafting)
             tokens, seconds = tokens + kept, seconds + took
         return seconds / tokens / plain
 
-    assert taken(32, 0.00484, 0.0102) < 0.68
-    assert taken(128, 0.00756, 0.029) < 1.02 and taken(128, 0.00756, 0.029) < 1.02
+    assert taken(32, 0.00484, 0.0102) < 0.7
+    assert taken(128, 0.00756, 0.029) < 1.02 and taken(128, 0.00756, 0.029) < 1.01
     assert taken(256, 0.0122, 0.043) < 1.02
-    assert taken(32, 0.00484, 0.0102) < 0.68 and taken(128, 0.00756, 0.029) < 1.02
+    assert taken(32, 0.00484, 0.0102) < 0.66 and taken(128, 0.00756, 0.029) < 1.01
 
 
-def test_the_policy_learns_acceptance_and_probes_after_it_gave_up() -> None:
-    policy, sequence = Adaptive(5, _times(1e-3)), _sequence()
-    for turn in range(100):
-        policy.stepped(8, 8 + turn % 5, 8, 0.001 * (8 + turn % 5))
-    for _ in range(40):
-        policy.learn(sequence, 5, 0)
-    assert sequence.acceptance is not None and sequence.acceptance < 0.02
-    counts = []
-    for _ in range(200):
-        counts.append(policy.count(sequence))
-        policy.stepped(8, 8 * (1 + counts[-1]), 8, 0.008)
-    assert 2 <= sum(counts) <= 4 and max(counts) == 1
-    for _ in range(40):
-        policy.learn(sequence, 1, 1)
-    assert sequence.acceptance > 0.97
+def test_the_policy_rests_where_no_draft_is_kept_and_begins_again_where_they_are() -> None:
+    """Following alone costs a tenth of a step; a drafted token next to nothing."""
+    policy, sequence = Adaptive(5, _times(1e-5)), _sequence()
+
+    def steps(count: int, kept: float) -> tuple[int, int]:
+        """Steps that the drafter took part in, and drafted tokens."""
+        followed = drafted = 0
+        for _ in range(count):
+            drafting, drafts = _planned(policy, sequence)
+            policy.stepped(8, 8 * (1 + drafts), int(8 * (1 + drafts * kept)), 0.008 + 0.001 * drafting, drafting)
+            if drafts:
+                policy.learn(sequence, drafts, int(drafts * kept))
+            followed, drafted = followed + drafting, drafted + drafts
+        return followed, drafted
+
+    followed, _ = steps(400, 0.0)
+    assert followed < 60
+    followed, drafted = steps(2000, 0.0)
+    assert followed < 20 and 1 <= drafted < 10
+    steps(4000, 1.0)
+    assert sequence.acceptance is not None and sequence.acceptance > 0.97
+    followed, drafted = steps(1000, 1.0)
+    assert followed > 900 and drafted > 4500

@@ -19,7 +19,7 @@ from training.canary.members import every_expert
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 
-from penstock.models.eagle_module import Eagle, Norm
+from penstock.models.eagle_module import Eagle
 
 LAYERS = (2, 4, 7)
 """EAGLE-3 reads what goes into these layers of canary: early, middle and late, of eight."""
@@ -45,7 +45,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
-        self.norm = Norm(width, epsilon)
+        self.norm = nn.RMSNorm(width, epsilon)
 
 
 class NextToken(nn.Module):
@@ -59,7 +59,7 @@ class NextToken(nn.Module):
         super().__init__()
         width, epsilon = config.hidden_size, config.rms_norm_eps
         self.number = config.num_hidden_layers
-        self.enorm, self.hnorm = Norm(width, epsilon), Norm(width, epsilon)
+        self.enorm, self.hnorm = nn.RMSNorm(width, epsilon), nn.RMSNorm(width, epsilon)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.block = DeepseekV3DecoderLayer(config, self.number)
         self.shared_head = SharedHead(width, epsilon)

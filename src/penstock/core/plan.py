@@ -99,6 +99,9 @@ class StepPlan:
     """[segments] number of positions by which the true start may lie before `starts[i]`, because drafts are still being
     verified. The segment begins at its row's last known token, which only the device knows. None: all starts are exact."""
     proposals: list[Proposal] = field(default_factory=list)
+    rests: bool = False
+    """Whether the worker's drafter takes no part, so that the step costs what it costs without one. It drafts worse, or not at
+    all, behind positions that it has not followed."""
     transfers: list[Transfer] = field(default_factory=list)
     """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
     worker's movers; a step without segments that finds loads under way waits until one of them has landed."""

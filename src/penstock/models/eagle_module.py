@@ -15,29 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 
-class Norm(nn.Module):
-    """Division by the root of the mean square, times a weight for each channel."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.epsilon = epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape and type; computed in float32."""
-        wide = x.float()
-        found: torch.Tensor = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
-        return found * self.weight
-
-
 def shifted(x: torch.Tensor, places: int) -> torch.Tensor:
     """[..., L, D] moved towards the end by so many places, with zeros before."""
     return x if places == 0 else functional.pad(x, (0, 0, places, 0))[..., : x.shape[-2], :]
-
-
-def _bias(seen: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """[B, 1, L, L]: what to add to attention's scores."""
-    return torch.where(seen, 0.0, torch.finfo(kind).min).to(kind)[:, None]
 
 
 class EagleAttention(nn.Module):
@@ -77,7 +57,7 @@ class EagleAttention(nn.Module):
                       self._heads(self.v_proj(x), self.groups)))
         step, length = len(steps) - 1, x.shape[1]
         behind = seen if step == 0 else functional.pad(seen, (0, 0, step, 0))[:, :length]
-        scores = query @ steps[0][0].mT + _bias(behind, query.dtype)
+        scores = (query @ steps[0][0].mT).masked_fill(~behind[:, None], torch.finfo(query.dtype).min)
         own = [(query * shifted(key, step - at)).sum(-1, keepdim=True) for at, (key, _) in enumerate(steps) if at]
         weights = torch.softmax(torch.cat([scores, *own], -1).float() * self.size**-0.5, -1).to(query.dtype)
         out = weights[..., :length] @ steps[0][1]
@@ -88,20 +68,6 @@ class EagleAttention(nn.Module):
         return joined
 
 
-class Gated(nn.Module):
-    """Llama's feed-forward layer."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] of [..., D]."""
-        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class EagleLayer(nn.Module):
     """The one decoder layer, called midlayer in checkpoints."""
 
@@ -109,16 +75,19 @@ class EagleLayer(nn.Module):
         super().__init__()
         width, epsilon = config["hidden_size"], config["rms_norm_eps"]
         self.self_attn = EagleAttention(config)
-        self.mlp = Gated(width, config["intermediate_size"])
-        self.input_layernorm, self.hidden_norm = Norm(width, epsilon), Norm(width, epsilon)
-        self.post_attention_layernorm = Norm(width, epsilon)
+        inner = config["intermediate_size"]
+        self.mlp = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in (
+            ("gate_proj", (width, inner)), ("up_proj", (width, inner)), ("down_proj", (inner, width)))})
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, epsilon), nn.RMSNorm(width, epsilon)
+        self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor,
                 steps: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """[B, L, D]: the layer's residual stream, which begins with `hidden`."""
         both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], -1)
         hidden = hidden + self.self_attn(both, positions, seen, steps)
-        out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        x = self.post_attention_layernorm(hidden)
+        out: torch.Tensor = hidden + self.mlp["down_proj"](functional.silu(self.mlp["gate_proj"](x)) * self.mlp["up_proj"](x))
         return out
 
 
@@ -137,7 +106,7 @@ class Eagle(nn.Module):
         width = config["hidden_size"]
         self.fc = nn.Linear(len(config["eagle_aux_hidden_state_layer_ids"]) * width, width, bias=False)
         self.midlayer = EagleLayer(config)
-        self.norm = Norm(width, config["rms_norm_eps"])
+        self.norm = nn.RMSNorm(width, config["rms_norm_eps"])
         self.lm_head = nn.Linear(width, config["draft_vocab_size"], bias=False)
         self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))

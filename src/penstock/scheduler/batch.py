@@ -38,7 +38,7 @@ class Batch:
         running, at, preempted = list(queues.running), 0, False
         budget = self._budget(step, running, now)
         head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
-        hinted = drafting.active
+        hinted = drafting.begin()
         spare = self.spare() if hinted else 0
         resting = self._resting(running)
         answering: list[Sequence] = []

@@ -141,8 +141,9 @@ class Scheduler:
             self.batch.extend(step, self.admission.admit(step, budget, now))
         self.policy.planned(step, now, len(self.queues.entered), bool(self.waiting))
         # A sequence's true start is uncertain only while drafts are in flight.
-        unsure = self.drafts.active and any(step.drafts for step in self.in_flight)
+        unsure = any(step.drafts for step in self.in_flight)
         slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
+        self.drafts.end(step)
         proposals = self.drafts.proposals(step) if step.drafts else []
         step.proposed = {segment for segment, sequence in enumerate(step.sequences)
                          if any(sequence.row == proposal.row for proposal in proposals)} if proposals else set()
@@ -158,7 +159,7 @@ class Scheduler:
         self._refused = False
         flat = np.array([rows, step.starts, step.counts, step.wants], np.int32)
         plan = StepPlan(step.id, rows=flat[0], starts=flat[1], counts=flat[2], wants=flat[3], proposals=proposals,
-                        slack=slack if slack is not None and slack.any() else None)
+                        slack=slack if slack is not None and slack.any() else None, rests=step.rests)
         self.queues.drain(plan)
         if self.masker is not None:
             plan.masked = np.array([i for i, (sequence, want) in enumerate(zip(step.sequences, step.wants, strict=True))
@@ -253,8 +254,9 @@ class Scheduler:
         if result.picks is not None:
             self.stats.expert_picks, self.stats.expert_hits = result.picks.tolist(), result.expert_hits
         self.cache.report(result.load_results, result.write_results)
-        if self.drafts.policy is not None and decoded + checked == step.load.tokens:
-            self.drafts.policy.stepped(len(step.counts), step.load.tokens, int(result.kept.sum()), result.seconds)
+        policy, tokens = self.drafts.policy, step.load.tokens
+        if policy is not None and decoded + checked == tokens and not (step.rests and drafts):
+            policy.stepped(len(step.counts), tokens, int(result.kept.sum()), result.seconds, step.drafting)
         self.pace.learn(step.load, decoded + checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds

@@ -36,9 +36,12 @@ class InFlight:
     """The size of the step."""
     held: bool = False
     """Whether the next step is planned when this one has ended, so that short prompts that come meanwhile are in it."""
+    drafting: bool = False
+    """Whether the draft policy has the drafter take part."""
+    rests: bool = False
+    """As `StepPlan.rests`."""
     limit: str = ""
     """Of LIMITS: what binds it beside the device."""
-
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Adds a segment."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.core.state import StateSpec
@@ -19,7 +20,7 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.step import StateView
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import LogitsRows, Sampler
+from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, Sampler
 from penstock.worker.staging import upload
 from penstock.worker.verify import STRICT, Acceptance, Verified
 
@@ -67,8 +68,7 @@ class Drafting:
 
     def places(self, counts: Ints) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, positions) of so many tokens behind the known ones of each segment's row, on the device."""
-        pairs = np.stack((np.repeat(np.arange(len(counts)), counts), within(counts))).astype(np.int32)
-        segment, place = upload(pairs, self.rows.device).long()
+        segment, place = places_of(counts, self.rows.device)
         return self.row[segment].long(), self.length[segment].long() + place
 
     @cached_property
@@ -107,6 +107,37 @@ class Host:
         self.sampler.choose(logits, row, position)
         if self.draw is not None:
             self.draw(logits, row, position)
+
+
+class Chooser:
+    """Chooses drafts from hidden states of a drafter's model."""
+
+    def __init__(self, host: Host, model: Decoder, size: Callable[[int], int],
+                 tokens: tuple[torch.Tensor | slice, torch.Tensor] | None = None,
+                 bias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None) -> None:
+        """`size`: the padded number of lines. `tokens`: those that can be drafted, by the model's numbers and by the target's;
+        None: these are the same. `bias`(row, position): what is added to the logits [L, V]."""
+        self._host, self._model, self._size, self._tokens, self._bias = host, model, size, tokens, bias
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[L, V] logits of the target's vocabulary that follow from hidden states [L, width], L at most MAX_LOGITS_ROWS."""
+        model, target, count = self._model, self._host.model, len(states)
+        padded = F.pad(states, (0, 0, 0, self._size(count) - count))
+        # Its head is the target's, or its own.
+        whole = target.whole if model.logits is target.logits else model.whole
+        # Entries that were never computed may hold anything, but a draft must be a token.
+        logits = torch.nan_to_num(whole(model.head(padded))[:count])
+        if self._tokens is not None:
+            own, numbers = self._tokens
+            logits = logits.new_full((count, target.spec.vocab_size), -torch.inf).index_copy_(1, numbers, logits[:, own])
+        return logits[:, :target.spec.vocab_size].contiguous()
+
+    def write(self, states: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
+        """Chooses the tokens at these positions [L] of rows from hidden states, perhaps followed by padding."""
+        for at in range(0, len(row), MAX_LOGITS_ROWS):
+            one, place = row[at:at + MAX_LOGITS_ROWS], position[at:at + MAX_LOGITS_ROWS]
+            logits = self.logits(states[at:at + len(one)])
+            self._host.choose(logits if self._bias is None else logits + self._bias(one, place), one, place)
 
 
 class LoadedDrafter:
@@ -151,7 +182,7 @@ class Drafter(Protocol):
     def propose(self, drafting: Drafting) -> None:
         """Enqueues the kernels that compute and write the drafts, without synchronising the device. Called before each step's
         forward pass, so that drafters with a cache of their own can follow the rows; pages exist for all of the plan's
-        positions."""
+        positions. Where `StepPlan.rests`, there is nothing to draft, and what can be left out should be: `follow` is."""
         ...
 
     def leave(self, rows: list[int]) -> None:  # noqa: ARG002
@@ -182,6 +213,11 @@ def part_of(plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts:
 def within(counts: Ints) -> Ints:
     """0, 1, ... for each of these counts, one after the other."""
     return (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.int32)
+
+
+def places_of(counts: Ints, device: torch.device) -> torch.Tensor:
+    """[2, sum] int64: for each of so many places of segments, one after the other, the segment and the place in it."""
+    return upload(np.stack((np.repeat(np.arange(len(counts)), counts), within(counts))).astype(np.int32), device).long()
 
 
 def parts(counts: Ints, budget: int) -> Iterator[slice]:

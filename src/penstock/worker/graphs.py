@@ -44,7 +44,7 @@ _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32),
 class Buckets:
     """The buckets of captured steps. Mixed ones have up to `tokens` tokens, at most what `rows` rows of `longest` hold."""
 
-    def __init__(self, tokens: int, rows: int, longest: int) -> None:
+    def __init__(self, tokens: int, rows: int, longest: int, drafts: bool = False) -> None:
         most = min(max(512, tokens // 4), _DECODE[-1])
         self.decode = [size for size in _DECODE if size < min(rows, most + 1)]
         """Rows of decode steps. `rows` itself is the last bucket unless it exceeds the largest size."""
@@ -52,7 +52,7 @@ class Buckets:
             self.decode.append(rows)
         self.mixed = [size for size in _MIXED if size <= min(tokens, rows * (longest - 1))]
         """Tokens of mixed steps."""
-        self._rows = rows
+        self._rows, self._drafts = rows, drafts
 
     def all(self) -> list[Bucket]:
         """Returns all buckets, largest first, so that later graphs fit into the memory pool of the first."""
@@ -64,34 +64,33 @@ class Buckets:
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         sizes = self.decode if tokens == segments else self.mixed
         at = bisect.bisect_left(sizes, tokens)
-        if at == len(sizes):
-            return None
         if tokens == segments:
-            return Bucket(sizes[at], sizes[at])
-        found = self._of_mixed(sizes[at])
-        return found if max(segments, picks) <= found.segments else None
+            return Bucket(sizes[at], sizes[at]) if at < len(sizes) else None
+        found = map(self._of_mixed, sizes[at:at + 2])
+        return next((one for one in found if segments <= one.segments and picks <= max(one.segments, one.picks)), None)
 
     def _of_mixed(self, tokens: int) -> Bucket:
         # Kernels recognise a mixed step by having fewer segments than tokens.
-        return Bucket(tokens, min(self._rows, tokens - 1, _SEGMENTS))
+        segments = min(self._rows, tokens - 1, _SEGMENTS)
+        return Bucket(tokens, segments, tokens if self._drafts and tokens > segments else 0)
 
 
 class Graphs:
     """CUDA graphs of one worker. Call `capture` once, after the cache and the rows are allocated, then `forward`."""
 
     def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
-                 stream: torch.cuda.Stream, sampler: Sampler, adapters: Adapters | None = None) -> None:
-        """`adapters`: captures each bucket a second time, for steps with adapters."""
+                 stream: torch.cuda.Stream, sampler: Sampler, adapters: Adapters | None = None,
+                 drafts: bool = False) -> None:
+        """`adapters`: captures each bucket a second time, for steps with adapters. `drafts`: steps may verify drafts."""
         self.model = model
         self._adapters = adapters if adapters is not None and adapters.slabs is not None else None
         self._sampler = sampler
         # A pipeline stage is part of a step, between two messages, and a draft head's tokens may have numbers of their own.
         self._alone = model.spec.begins and model.spec.ends and model.lockstep is None and not model.spec.drafts
         self.builder = StepBuilder(model, rows, page, captured=True)
-        self._columns = rows.tables[0].shape[1]
         self._longest = rows.tokens.shape[1]
         # With contexts over ranks, keys of long segments come as the step needs them.
-        self.buckets = Buckets(max_tokens if model.context is None else 0, max_num_seqs, self._longest)
+        self.buckets = Buckets(max_tokens if model.context is None else 0, max_num_seqs, self._longest, drafts)
         self._stream = stream
         self._captured: dict[tuple[Bucket, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         """By bucket, and whether a row has an adapter."""
@@ -141,7 +140,7 @@ class Graphs:
 
     def _deltas(self, plan: StepPlan, bucket: Bucket, picks: Picks) -> tuple[Delta, Delta]:
         assert self._adapters is not None
-        ends = 0 if bucket.tokens == bucket.segments else bucket.segments
+        ends = 0 if bucket.tokens == bucket.segments else max(bucket.segments, bucket.picks)
         return self._adapters.deltas(plan, bucket.tokens, ends, picks.segments, captured=True)
 
     def _decode(self, bucket: Bucket, parts: Parts, deltas: tuple[Delta, Delta] | None) -> None:
@@ -151,10 +150,10 @@ class Graphs:
             self._sampler.choose_at(shift, self.model.head(hidden), row, position)
 
     def _run(self, bucket: Bucket, parts: Parts, deltas: tuple[Delta, Delta] | None) -> torch.Tensor:
-        ends = None if bucket.tokens == bucket.segments else bucket.segments
+        ends = None if bucket.tokens == bucket.segments else max(bucket.segments, bucket.picks)
         if self.model.lockstep is not None:
             self.model.lockstep.most, self.model.lockstep.decodes = bucket.tokens, True
-        step = self.builder.step(bucket, parts, ends, self._columns)
+        step = self.builder.step(bucket, parts, ends)
         if deltas is not None:
             step.delta, step.end_delta = deltas
         return self.model.forward(step)

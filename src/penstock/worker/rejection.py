@@ -87,8 +87,7 @@ class Judging:
     def __init__(self, rejection: Rejection, rows: Rows, lines: LogitsRows, drafts: torch.Tensor) -> None:
         self._rejection, self._rows, self._lines, self._drafts = rejection, rows, lines, drafts
         count, segments = len(lines.rows), lines.segments
-        self._begins = np.flatnonzero(np.diff(segments, prepend=-1))
-        sizes = np.diff(self._begins, append=count)
+        self._begins, sizes = lines.groups()
         self._group = np.repeat(np.arange(len(sizes)), sizes)
         self._offset = np.arange(count) - np.repeat(self._begins, sizes)
         self._last = np.append(segments[1:] != segments[:-1], True)[:count]

@@ -48,6 +48,11 @@ class LogitsRows:
     position: torch.Tensor
     """[S] int32."""
 
+    def groups(self) -> tuple[Ints, Ints]:
+        """The first line of each segment, and the number of its lines."""
+        first = np.flatnonzero(np.diff(self.segments, prepend=-1)).astype(np.int32)
+        return first, np.diff(first, append=np.int32(len(self.segments)))
+
     def parts(self, most: int) -> Iterator[LogitsRows]:
         """Yields the logits rows in order, at most `most` at a time."""
         for at in range(0, len(self.rows), most):

@@ -191,7 +191,8 @@ class StepBuilder:
         if plan.slack is not None:
             self._correct(bucket, parts)
         # Eager steps copy only the block table columns in use; captured steps copy all.
-        self._columns = -(-int(context.max()) // self._page)
+        if not self._captured:
+            self._columns = -(-int(context.max()) // self._page)
         return parts
 
     def library_spans(self, plan: StepPlan, context: Ints | None = None) -> list[list[Span]]:
@@ -263,15 +264,13 @@ class StepBuilder:
         return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1 + self._ahead, row,
                           position)
 
-    def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, columns: int | None = None,
-             branches: Branches | None = None) -> Step:
-        """Returns the step that was filled last. `ends`: number of logits rows whose hidden states are wanted (None: all
-        tokens). `columns`: block table columns to copy; by default those in use."""
+    def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, branches: Branches | None = None) -> Step:
+        """Returns the step that was filled last. `ends`: logits rows whose hidden states are wanted; None: all tokens."""
         there = self._staging.device(parts.size)
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
         built = self._build(self._tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens,
-                            columns or self._columns)
+                            self._columns)
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]
         at = None if ends is None else self.heads(parts, ends)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.step import StateView
 from penstock.ops.sample import Feature, SampleOps
-from penstock.worker.drafting import Drafting, part_of, within
+from penstock.worker.drafting import Drafting, part_of, places_of, within
 from penstock.worker.rows import Rows
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows
@@ -54,12 +54,14 @@ class Trees:
         for table, line in zip((self._bits, self._parent, self._depth), self._chain, strict=True):
             table[row] = line
 
-    def split(self, drafting: Drafting) -> tuple[Drafting, Drafting]:
-        """The segments that may have trees, and those that need chains."""
+    def split(self, drafting: Drafting, grow: Callable[[Drafting], None]) -> Drafting:
+        """Has trees grown for the segments that may have some, and returns those that need chains."""
         plan, picked = drafting.plan, drafting.segments
         fits = (drafting.count >= self.branches * (self.levels - 1)) & ~np.isin(picked, plan.masked)
         fits &= self._rows.parameters.features[plan.rows[picked]] & _PLAIN == 0
-        return drafting.part(fits, self.nodes), drafting.part(~fits, self.levels)
+        if fits.any():
+            grow(drafting.part(fits, self.nodes))
+        return drafting.part(~fits, self.levels)
 
     def plant(self, drafting: Drafting, bits: torch.Tensor, parent: torch.Tensor, depth: torch.Tensor) -> None:
         """Sets the trees [D, nodes] of the segments."""
@@ -82,11 +84,9 @@ class Trees:
 
     def drafts(self, lines: LogitsRows) -> torch.Tensor:
         """[L] the drafts of each segment, at its logits rows but the last. Call before sampling overwrites them."""
-        first = np.flatnonzero(np.diff(lines.segments, prepend=-1))
-        count = np.diff(first, append=len(lines.segments)).astype(np.int32)
-        pairs = np.stack((np.repeat(np.arange(len(first)), count), within(count))).astype(np.int32)
-        ends = upload(np.stack((first, count)).astype(np.int32), lines.row.device).long()
-        self._laid = int(count.max()), *ends, *upload(pairs, lines.row.device).long()
+        first, count = lines.groups()
+        ends = upload(np.stack((first, count)), lines.row.device).long()
+        self._laid = int(count.max()), *ends, *places_of(count, lines.row.device)
         _, begin, _, group, offset = self._laid
         at = (lines.position[begin][group] + offset).clamp(max=self._rows.tokens.shape[1] - 1)
         return self._rows.tokens[lines.row.long(), at.long()]
@@ -213,9 +213,7 @@ class Growth:
         none = score.gather(1, order).isneginf()
         self._trees.plant(self._drafting, torch.where(none, own, bits), parent.masked_fill(none, 0), depth.masked_fill(none, 0))
         counts = np.minimum(self._drafting.count, nodes)
-        pairs = np.stack((np.repeat(np.arange(len(counts)), counts), within(counts))).astype(np.int32)
-        segment, place = upload(pairs, device).long()
-        self._drafting.rows.tokens[self._drafting.places(counts)] = token.gather(1, order)[segment, place]
+        self._drafting.rows.tokens[self._drafting.places(counts)] = token.gather(1, order)[*places_of(counts, device)]
 
 
 def heads_of(plan: StepPlan, device: torch.device) -> torch.Tensor:

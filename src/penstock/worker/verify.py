@@ -57,8 +57,7 @@ class Verifier:
                walked: torch.Tensor | None = None) -> Verified:
         """Compares drafts and sampled tokens [L] of all logits rows of a step, and updates the lengths of their rows.
         `walked`: the numbers of tokens that the segments keep, if `Trees.walk` has found them."""
-        first = np.flatnonzero(np.diff(lines.segments, prepend=-1))
-        count = np.diff(first, append=len(lines.segments))
+        first, count = lines.groups()
         host, size = self._staging.host(2 * len(chosen) + len(first)), len(chosen)
         host[:size] = np.repeat(np.arange(len(first)), count)
         # The token sampled after a segment's last position has no draft to compare with.

@@ -233,7 +233,7 @@ class Worker:
         if not graph_tokens or self.stream is None:
             return None
         graphs = Graphs(model, self.rows, self.layout.page, len(self.rows.tokens), graph_tokens, self.stream, self.sampler,
-                        adapters)
+                        adapters, self._loaded_drafter is not None)
         graphs.capture()
         return graphs
 
@@ -336,7 +336,7 @@ class Worker:
             self.drafter.propose(drafting)
             if plan.tells_drafts:
                 told = Arriving(drafting.written())
-        whole = self.graphs is not None and not plan.idle and not self._follows and self.verifier.thinking is None
+        whole = (plan.rests or not self._follows) and not plan.idle and self.verifier.thinking is None
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
@@ -416,7 +416,7 @@ class Worker:
             found.verified = self.verifier.verify(plan, lines, drafts, chosen, walked)
         elif thinking is not None and found.sampled:
             thinking.follow(lines, torch.cat([sampled.chosen for sampled in found.sampled]))
-        if self.drafter is not None and self._follows:
+        if self.drafter is not None and self._follows and not plan.rests:
             self.drafter.follow(plan, forward.ends, lines, found.verified)
         if wants & _SCORE:
             found.scores = prompts(self.model, partial(self._head, plan), forward.hidden, plan, self.rows,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.config.resolve import graph_tokens
+from penstock.core.plan import StepPlan, Want
 from penstock.worker.graphs import Buckets
 
 
@@ -28,3 +31,17 @@ def test_mixed_steps_have_fewer_segments_than_tokens() -> None:
         for bucket in Buckets(tokens, rows, longest).all():
             assert bucket.segments <= min(rows, bucket.tokens) and bucket.tokens <= max(tokens, rows)
             assert bucket.segments == bucket.tokens or bucket.tokens <= rows * (longest - 1)
+
+
+def test_drafts_of_all_rows_are_verified_by_a_captured_step() -> None:
+    """Every token of such a step has a logits row, also where they fill a bucket, and where they are more than its segments."""
+    buckets = Buckets(1024, 512, 1000, drafts=True)
+    for rows in (1, 8, 30, 32, 64, 128, 200):
+        for drafts in range(1, 8):
+            counts = np.full(rows, 1 + drafts, np.int32)
+            tokens = rows * (1 + drafts)
+            plan = StepPlan(0, rows=np.arange(rows, dtype=np.int32), counts=counts, starts=0 * counts,
+                            wants=np.full(rows, int(Want.SAMPLE | Want.EACH), np.int32))
+            found = buckets.of(plan, tokens)
+            assert (found is not None) == (tokens <= 1024)
+            assert found is None or (found.tokens >= tokens and max(found.segments, found.picks) >= tokens)

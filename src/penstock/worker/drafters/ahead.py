@@ -305,7 +305,7 @@ class Ahead(DraftModel):
                 at, param = upload(np.stack((line[some], base[of[some]])).astype(np.int32), device)
                 row, position = lines.row[at.long()], lines.position[at.long()]
                 value = self._host.model.kernels.sample.perturbed(
-                    self._logits(ends[at.long()]), self._host.rows.parameters.table, param, position)
+                    self._chooser.logits(ends[at.long()]), self._host.rows.parameters.table, param, position)
                 yield part.start + of[some], place[some], value, row, position
 
     def _put(self, values: Sequence[tuple[int, int, int]]) -> None:

@@ -15,9 +15,9 @@ from penstock.core.plan import StepPlan, Want
 from penstock.layers.attention import Attention
 from penstock.layers.decoder import Decoder
 from penstock.models.draft_heads import BlockHead
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
+from penstock.worker.drafting import Chooser, Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
 from penstock.worker.runner import Runner
-from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows
+from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import upload
 from penstock.worker.step import picks_of
 from penstock.worker.verify import Verified
@@ -52,9 +52,12 @@ class Block(Drafter):
         # The head follows the step, when lengths are new already.
         self._runner.begin_at(host.rows.before)
         self._host, self._head, self._extra = host, loaded.head, loaded.extra
+        self._chooser = Chooser(host, model, self._runner.builder.size, bias=self._bias if _BEFORE in loaded.extra else None)
 
     def propose(self, drafting: Drafting) -> None:
         rows, plan, picked, count = self._host.rows, drafting.plan, drafting.segments, drafting.count
+        if plan.rests:
+            return
         rows.before.copy_(rows.length)
         if not len(picked):
             return
@@ -77,17 +80,12 @@ class Block(Drafter):
 
     def _write(self, states: torch.Tensor, row: torch.Tensor, position: torch.Tensor, lines: npt.NDArray[np.int64]) -> None:
         """Chooses the tokens at these positions of rows from the hidden states of some lines."""
-        model, target = self._runner.model, self._host.model
-        for begin in range(0, len(lines), MAX_LOGITS_ROWS):
-            at = upload(lines[begin:begin + MAX_LOGITS_ROWS].astype(np.int32), states.device).long()
-            some = F.pad(states[at], (0, 0, 0, self._runner.builder.size(len(at)) - len(at)))
-            logits = target.whole(model.head(some))[:len(at), :target.spec.vocab_size].float()
-            if _BEFORE in self._extra:
-                before = self._host.rows.tokens[row[at].long(), position[at].long() - 1].long()
-                low = self._extra[_BEFORE][before]
-                logits = logits + F.linear(low, self._extra[_BIAS])[:, :logits.shape[1]].float()
-            # Entries that were never computed may hold anything, but a draft must be a token.
-            self._host.choose(torch.nan_to_num(logits).contiguous(), row[at], position[at])
+        at = upload(lines.astype(np.int32), states.device).long()
+        self._chooser.write(states[at], row[at], position[at])
+
+    def _bias(self, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        low = self._extra[_BEFORE][self._host.rows.tokens[row.long(), position.long() - 1].long()]
+        return F.linear(low, self._extra[_BIAS])[:, :self._host.model.spec.vocab_size].float()
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
         model, builder, picks = self._runner.model, self._runner.builder, picks_of(plan)

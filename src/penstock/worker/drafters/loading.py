@@ -160,7 +160,7 @@ def _load(found: Found, target: Decoder, room: int, place: Place, group: Group |
         model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
         if isinstance(head, BlockHead):
             return LoadedBlock(model, target, head, room)
-        return LoadedHead(model, target, head.taps, head.targets(), head.normed, room, head.masks())
+        return LoadedHead(model, target, head, room)
     if found.asked.method == "medusa":
         assert found.folder is not None
         return medusa.LoadedMedusa(found.folder, target.spec, how["dtype"], how["device"])

@@ -6,7 +6,8 @@ so that at a temperature above 0 both models draw the same token wherever their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,9 @@ from penstock.core.state import Everything, StateSpec, Window
 from penstock.layers.decoder import Decoder
 from penstock.layers.embedding import Embedding
 from penstock.worker.drafters.translation import Translation
-from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
+from penstock.worker.drafting import Chooser, Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
 from penstock.worker.runner import Runner
-from penstock.worker.sampler import MAX_LOGITS_ROWS
+from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import upload
 from penstock.worker.trees import Growth, Trees
 
@@ -60,39 +61,39 @@ class DraftModel(Drafter):
     """A draft model on the rows of one worker."""
 
     def __init__(self, model: Decoder, host: Host, tokens: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """`tokens`: the tokens that it can draft, by the model's numbers and by the target's; None: these are the same."""
-        self._tokens = tokens
+        """`tokens`: as in `Chooser`."""
         self._runner = Runner(model, host.rows, host.page)
+        self._chooser = Chooser(host, model, self._runner.builder.size, tokens)
         self._runner.graphs = host.capture(model)
         self._host = host
         self._budget = host.budget
         self._lag = lag(model.states)
+        # Of what it has missed while it rested; what slides out of a window may have been given back.
+        self._backlog = self._lag if any(isinstance(state.keep, Window) for state in model.states) else self._budget - 1
         self._behind = np.zeros(len(host.rows.tokens), np.int32)
         """[row] positions before the row's last known token whose entries are missing."""
 
     def propose(self, drafting: Drafting) -> None:
         plan, picked = drafting.plan, drafting.segments
         self._behind[[enter.row for enter in plan.enter]] = 0
+        if plan.rests:
+            self._behind[plan.rows] = np.minimum(self._behind[plan.rows] + plan.counts, self._backlog)
+            return
         self._follow(plan, np.setdiff1d(np.arange(len(plan.rows)), picked))
         if not len(picked):
             return
         if self._host.trees is not None:
-            whole, drafting = self._host.trees.split(drafting)
-            if len(whole.segments):
-                self._grow(self._host.trees, whole, self._missing(plan, whole.segments))
-            picked = drafting.segments
-        if len(picked):
-            self._first(drafting, self._missing(plan, picked))
+            drafting = self._host.trees.split(drafting, partial(self._grow, self._host.trees))
+        if len(drafting.segments):
+            self._first(drafting, self._missing(plan, drafting.segments))
 
-    def _grow(self, trees: Trees, drafting: Drafting, behind: Ints) -> None:
+    def _grow(self, trees: Trees, drafting: Drafting) -> None:
         """Drafts trees for the segments. The entries of their drafts are not where those of kept tokens belong."""
         plan, picked = drafting.plan, drafting.segments
-        states = []
-        for part in parts(behind + 1, self._budget):
-            _, ends, lines = self._runner.forward(part_of(plan, picked[part], plan.starts[picked[part]] - behind[part],
-                                                          behind[part] + 1, Want.SAMPLE), behind=behind[part])
-            states.append(ends[:len(lines.rows)].clone())
-        Growth(trees, drafting, self._host.model.kernels.sample).follow(self._runner, 1, torch.cat(states), self._logits)
+        behind = self._missing(plan, picked)
+        states = torch.cat([ends[:len(lines.rows)].clone()
+                            for _, ends, lines in self._over(plan, picked, behind, behind + 1, Want.SAMPLE)])
+        Growth(trees, drafting, self._host.model.kernels.sample).follow(self._runner, 1, states, self._chooser.logits)
         self._behind[plan.rows[picked]] = trees.levels
 
     def _missing(self, plan: StepPlan, picked: npt.NDArray[np.int64]) -> Ints:
@@ -103,48 +104,33 @@ class DraftModel(Drafter):
     def _first(self, drafting: Drafting, behind: Ints) -> None:
         """Drafts for the segments, after reading what the model is `behind`."""
         plan, picked, count = drafting.plan, drafting.segments, drafting.count
-        self._draft(plan, picked, plan.starts[picked] - behind, behind + 1, behind)
+        for _, ends, lines in self._over(plan, picked, behind, behind + 1, Want.SAMPLE):
+            self._chooser.write(ends, lines.row, lines.position)
         for place in range(1, int(count.max())):
             still = picked[count > place]
             one = np.ones(len(still), np.int32)
-            self._draft(plan, still, plan.starts[still] + place, one, -place * one)
+            for _, ends, lines in self._over(plan, still, -place * one, one, Want.SAMPLE):
+                self._chooser.write(ends, lines.row, lines.position)
         # If all drafts are kept, the last of them was never an input of the draft model.
         self._behind[plan.rows[picked]] = 1
 
     def _follow(self, plan: StepPlan, others: npt.NDArray[np.int64]) -> None:
         """Reads the segments that are not drafted for: prompts at once, single tokens several at a time."""
-        rows, behind = plan.rows[others], self._missing(plan, others)
+        rows, behind = plan.rows[others], np.minimum(self._missing(plan, others), self._budget - plan.counts[others])
         due = (plan.counts[others] > 1) | (behind + 1 >= self._lag)
         self._behind[rows] = np.where(due, 0, behind + 1)
         picked, behind = others[due], behind[due]
-        for part in parts(plan.counts[picked] + behind, self._budget):
-            self._runner.forward(part_of(plan, picked[part], plan.starts[picked[part]] - behind[part],
-                                      plan.counts[picked[part]] + behind[part], Want.NOTHING), behind=behind[part])
+        for _ in self._over(plan, picked, behind, plan.counts[picked] + behind, Want.NOTHING):
+            pass
 
-    def _draft(self, plan: StepPlan, picked: npt.NDArray[np.int64], starts: Ints, counts: Ints, behind: Ints) -> None:
-        """Reads a segment of each row, and writes the token that follows it to the row."""
+    def _over(self, plan: StepPlan, picked: npt.NDArray[np.int64], behind: Ints, counts: Ints,
+              want: Want) -> Iterator[tuple[slice, torch.Tensor, LogitsRows]]:
+        """Reads so many tokens of these segments' rows, from so many before the last known ones on: yields some of the
+        segments at a time, the hidden states of their logits rows, and those."""
         for part in parts(counts, self._budget):
-            _, ends, lines = self._runner.forward(part_of(plan, picked[part], starts[part], counts[part], Want.SAMPLE),
-                                                 behind=behind[part])
-            self._write(ends, lines.row, lines.position)
-
-    def _write(self, ends: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
-        """Chooses the tokens at these positions [L] of rows, from hidden states `ends`, perhaps padded."""
-        for at in range(0, len(row), MAX_LOGITS_ROWS):
-            some = slice(at, at + MAX_LOGITS_ROWS)
-            self._host.choose(self._logits(ends[some])[:len(row[some])], row[some], position[some])
-
-    def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits of the target's vocabulary that follow from hidden states [L, width], L at most MAX_LOGITS_ROWS."""
-        model, target = self._runner.model, self._host.model.spec.vocab_size
-        logits = model.whole(model.head(states))
-        if self._tokens is None:
-            logits = logits[:, :target]
-        else:
-            own, numbers = self._tokens
-            logits = logits.new_full((len(logits), target), -torch.inf).index_copy_(1, numbers, logits[:, own])
-        # Entries that were never computed may hold anything, but a draft must be a token.
-        return torch.nan_to_num(logits)
+            some = part_of(plan, picked[part], plan.starts[picked[part]] - behind[part], counts[part], want)
+            _, ends, lines = self._runner.forward(some, behind=behind[part])
+            yield part, ends, lines
 
 
 class ParallelModel(DraftModel):
@@ -160,10 +146,8 @@ class ParallelModel(DraftModel):
         plan, picked, count = drafting.plan, drafting.segments, drafting.count
         hide(drafting, count - 1, self._mask)
         whole = behind + count
-        for part in parts(whole, self._budget):
-            _, ends, lines = self._runner.forward(part_of(plan, picked[part], plan.starts[picked[part]] - behind[part],
-                                                          whole[part], Want.SAMPLE | Want.EACH), behind=behind[part])
+        for part, ends, lines in self._over(plan, picked, behind, whole, Want.SAMPLE | Want.EACH):
             at = np.flatnonzero(within(whole[part]) >= np.repeat(behind[part], whole[part])).astype(np.int32)
             drafted = upload(at, ends.device).long()
-            self._write(ends[drafted], lines.row[drafted], lines.position[drafted])
+            self._chooser.write(ends[drafted], lines.row[drafted], lines.position[drafted])
         self._behind[plan.rows[picked]] = count

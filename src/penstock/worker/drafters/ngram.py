@@ -5,12 +5,10 @@ the device, so that it works on tokens that the host does not know yet."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from penstock.core.plan import Ints
-from penstock.worker.drafting import Drafter, Drafting
-from penstock.worker.staging import upload
+from penstock.worker.drafting import Drafter, Drafting, places_of
 
 _CELLS = 1 << 20
 """Tokens that are searched at once, which bounds the memory that it takes."""
@@ -68,9 +66,7 @@ class NGram(Drafter):
         source = end[..., None] + 1 + torch.arange(int(count.max()), device=known.device) % period[..., None]
         found = known.gather(1, source.flatten(1).clamp(max=total - 1)).view(source.shape)
         drafts = self._chosen(found, best // total)
-        places = np.stack((np.repeat(np.arange(len(count), dtype=np.int32), count),
-                           np.concatenate([np.arange(one, dtype=np.int32) for one in count])))
-        segment, offset = upload(places, known.device).long()
+        segment, offset = places_of(count, known.device)
         there, drafts = (row[segment], length[segment] + offset), drafts[segment, offset]
         # A continuation found beside a row may end with a number that is no token.
         tokens[there] = torch.where((best[segment, 0] >= 0) & (drafts >= 0), drafts, tokens[there] if self.stays else 0)
