@@ -41,10 +41,8 @@ _STUCK = 50.0
 CPUs those count in which ranks do not compute."""
 _WORK = 0.05
 """Seconds of processor time between two signs of life above which a rank computes: those and waiting take less."""
-_SETTLE = 1.0
-"""Seconds in which the cause of a failed step shows: a rank that has gone, or else the step itself."""
-_LEAVE = 15.0
-"""The longest that ranks take to let go of all but their weights."""
+_SETTLE, _LEAVE = 1.0, 15.0
+"""The longest that the cause of a failed step takes to show (a rank that has gone, or else the step), and ranks to `leave`."""
 _POLL_MS = 200
 _RESULTS = {call: decoder(get_type_hints(getattr(Rank, call))["return"]) for call in CALLS}
 _CLOSE_SECONDS = 10.0

@@ -135,7 +135,7 @@ class Processes(Group):
     def release(self) -> None:
         """Ends the kernels that wait for peers."""
         if self._peers is not None:
-            self._peers.release(self._kept[0])
+            self._peers.release(*self._kept[:3])
 
     def close(self) -> None:
         """Lets go of the connections."""
