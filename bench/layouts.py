@@ -27,8 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fixed import COPY, PRODUCT, SHAPES, sizes, workloads, write
+from fixed import SHAPES, sizes, workloads, write
 from penstock.config.options import engine_options
+from penstock.parallel.layout import COMPUTE, LINKS, READ, STEP, sum_seconds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {}, **{f"tp{n}": {"tensor_parallel_size": n} for n in (2, 3, 4, 8)},
@@ -229,13 +230,7 @@ def timed(shape: str, layout: str, names: str, repeats: int) -> None:
 
 # -- on paper
 
-LINK, REDUCE, SHARED = 360e9, 4.5e-6, 1.3e-6
-"""Of NVLink between H200s: bytes/s one way as copied, seconds of a short sum over two cards (measured, bench/gpu_peers.py), and
-what each further rank adds to it (assumed: its flags are read one after another)."""
-READ = 0.86
-"""Of the copy's rate, what one card's decode steps of these shapes reach (measured: 8B, 1 to 256 sequences)."""
-STEP = 0.15e-3
-"""Seconds of a step that no number of ranks shortens: building it, norms, choosing."""
+REDUCE, LINK = LINKS["NVLink"]
 
 
 def predicted(shape: str, ranks: int, rows: int, context: int, experts: bool = False) -> dict[str, float]:
@@ -244,11 +239,10 @@ def predicted(shape: str, ranks: int, rows: int, context: int, experts: bool = F
     size, width = sizes(SHAPES[shape]), SHAPES[shape]["hidden_size"]
     moved = size.read(rows) * 2 + rows * context * size.entry
     uneven = 1 + 0.6 / max(1.0, rows * size.picks / ranks) ** 0.5 if experts and ranks > 1 else 1.0
-    reading = moved / ranks / (COPY * READ) * uneven
-    computing = 2 * size.weights * rows / PRODUCT / ranks
+    reading = moved / ranks / READ * uneven
+    computing = 2 * size.weights * rows / COMPUTE / ranks
     message = rows * width * 2
-    one = REDUCE + SHARED * (ranks - 2) + (message * (ranks - 1) / LINK if message <= 1 << 19
-                                           else 2 * message * (ranks - 1) / ranks / LINK)
+    one = sum_seconds(message, ranks)
     return {"seconds": STEP + max(reading, computing) + (2 * size.layers + 1) * one * (ranks > 1),
             "sums": (2 * size.layers + 1) * one * (ranks > 1)}
 
@@ -273,8 +267,8 @@ def by_data(config: dict[str, Any], cards: int, rows: int, context: int, picked:
     touched = size.read(total) - size.weights + size.picks * size.expert
     alike = size.weights - size.picks * size.expert  # what each card has of everything else
     uneven = 1 + 0.6 / max(1.0, total * size.picks / cards) ** 0.5
-    reading = (alike + min(touched, all_experts) / cards * uneven + rows * context * size.entry) / (COPY * READ)
-    computing = 2 * size.weights * rows / (1.5 * PRODUCT)
+    reading = (alike + min(touched, all_experts) / cards * uneven + rows * context * size.entry) / READ
+    computing = 2 * size.weights * rows / (1.5 * COMPUTE)
     layers = size.layers - config["first_k_dense_replace"]
     reached = min(cards - 1, size.picks) if picked else cards - 1
     sent = rows * width * reached * (3 if picked else 4)

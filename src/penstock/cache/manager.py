@@ -95,8 +95,7 @@ class Cache:
     # -- prefix matching
 
     def must_wait(self, sequence: Sequence) -> bool:
-        """True if a sequence without pages should not start yet: another sequence is computing the same prefix, or pages of
-        its prefix are being loaded."""
+        """True if a sequence without pages should not start yet: another computes the same prefix, or pages of it load."""
         if not self.sharing or sequence.computes_all or sequence.pages or len(sequence.tokens) <= self.layout.page:
             return False
         if self._follows(sequence):
@@ -289,8 +288,7 @@ class Cache:
         return last - start if self.exact and self.sharing and start < last else count
 
     def enter(self, sequence: Sequence) -> None:
-        """Called when a sequence gets a batch row: sends its block table to the worker, and lets other sequences wait for the
-        prefix that it will compute."""
+        """Called when a sequence gets a batch row: sends its block table to the worker, and lets others wait for its prefix."""
         state = state_of(sequence)
         if state.generation == self._generation:
             self.joining.lead(sequence, packed(sequence, len(sequence.tokens)))

@@ -1,5 +1,4 @@
-"""The headers of a model folder's safetensors files: names, types, shapes and places of tensors. Every offset is checked before
-anything is mapped or read.
+"""The headers of a model folder's safetensors files: names, types, shapes and places, checked before anything is read.
 
 Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
 then the data that the header's offsets cut)."""

@@ -29,8 +29,7 @@ Socket = zmq.Socket[bytes]
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """A child could not start, or cannot go on: it ends after this. `kind`: config, model, other; lost: it goes on without what
-    it was asked."""
+    """A child could not start, or cannot go on: it ends after this. `kind`: config, model, other, or lost: it goes on."""
 
     reason: str
     kind: str = "other"

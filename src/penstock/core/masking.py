@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
@@ -27,6 +28,6 @@ class Masker(Protocol):
         """Whether the tokens of this request are chosen under a mask. Asked once, when the request is taken in."""
         ...
 
-    def masks(self, segments: List[MaskedSegment]) -> Masks:
-        """The lines of all these segments, in their order."""
+    def masks(self, segments: List[MaskedSegment]) -> Callable[[], Masks]:
+        """Begins to compute these segments' lines, in order. The function waits for them, before another step is applied."""
         ...

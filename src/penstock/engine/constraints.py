@@ -81,3 +81,4 @@ class Constraints:
     def close(self) -> None:
         """Stops the threads."""
         self._compiler.close()
+        self.masker.close()

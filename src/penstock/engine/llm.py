@@ -69,9 +69,9 @@ class LLM:
         if layout not in (None, "auto"):
             raise ConfigError(f"layout is {layout!r}; possible is auto, or the sizes themselves (tensor_parallel_size ...)")
         if layout is not None:
-            ranks = auto(asdict(self.options))
-            LOG.info("layout: %s", ranks.why)
-            self.options = replace(self.options, tensor_parallel_size=ranks.tensors, pipeline_parallel_size=ranks.stages)
+            ranks, why = auto(asdict(self.options))
+            LOG.info("layout: %s", why)
+            self.options = replace(self.options, **ranks | {"data_parallel_size": 1})
         if len(replicas(self.options)) > 1:
             raise ConfigError("data_parallel_size needs a server, which sends each request to one of several engines: use "
                               "penstock serve or AsyncLLM; a program of its own can make several LLMs")

@@ -123,8 +123,7 @@ _EAGLE_3 = (
 
 
 def method_of(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
-    """The method that a folder is for: eagle, eagle3, medusa, dflash, dspark, or draft_model, a whole model.
-    ModelError for others."""
+    """The method that a folder is for: eagle, eagle3, medusa, dflash, dspark, or draft_model. ModelError for others."""
     named = str(config.get("speculators_model_type") or "")
     if named and named not in ("eagle", "eagle3", "peagle"):
         raise ModelError(f"config.json has speculators_model_type {named!r}; possible are eagle, eagle3 and peagle")

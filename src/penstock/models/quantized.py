@@ -44,8 +44,7 @@ METHODS = ("gptq", "awq", "smoothquant")
 
 def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None,
           moments: Moments | None = None, method: str = "gptq") -> int:
-    """Writes compressed-tensors, calibrated by the method where there are moments; returns the bytes of all tensors.
-    ConfigError or ModelError: why not."""
+    """Writes compressed-tensors, calibrated where there are moments; returns all bytes. ConfigError or ModelError: why not."""
     given = configured(folder, scheme, rules)
     if given["quantization_config"].get("quant_method") != "at-load":
         raise ConfigError(f"{folder} is quantized already; take the model's unquantized folder")

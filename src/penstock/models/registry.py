@@ -136,8 +136,7 @@ def configured(folder: Path, quantization: str | None = None, rules: Mapping[str
 
 def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtype: str, device: torch.device | None = None,
                   rules: Sequence[Rule] = ()) -> Checkpoint:
-    """A folder's tensors as the loader takes them, whatever their dialect; `rules`: if they are not the family's. ModelError
-    for those that do not fit."""
+    """A folder's tensors as the loader takes them, of any dialect; `rules`: if not the family's. ModelError for misfits."""
     if not config.get("quantization_config"):
         return Checkpoint(folder)
     return Translated(folder, spec, rules or family_of(config)[1].RULES, _reader(config), dtype, device)

@@ -18,8 +18,7 @@ from penstock.quant.scheme import Part
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's tensor, and where it goes: a parameter's stored tensor `part`, in which it fills places from `first` on
-    along the axis `axis`."""
+    """A checkpoint's tensor, and where it goes: places of a parameter's `part` from `first` on along the axis `axis`."""
 
     name: str
     part: str

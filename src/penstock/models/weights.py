@@ -69,8 +69,7 @@ def _places(spec: ModelSpec, dtype: str) -> dict[str, _Place]:
 
 def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
            dtype: str = "float32") -> dict[str, list[Source]]:
-    """The sources of every parameter of a model in `dtype`. One ModelError lists every missing, unused, doubled, wrongly shaped
-    or typed tensor."""
+    """The sources of every parameter of a model in `dtype`. ModelError lists every missing, unused, doubled or wrong tensor."""
     places = _places(spec, dtype)
     sources: dict[str, list[Source]] = {parameter.name: [] for parameter in spec.parameters()}
     unused, wrong = [], []

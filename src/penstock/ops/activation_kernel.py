@@ -1,5 +1,4 @@
-"""The Triton kernel of ops/activation_triton.py, and for other kernels to inline the activation functions and the rounding of
-activations to codes."""
+"""The Triton kernel of ops/activation_triton.py, with the functions and the rounding to codes that other kernels inline."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ class Geometry:
     sloped: bool = False
     """True if the layer has ALiBi slopes."""
     tail: int = 0
-    """Elements of a key behind its first `head_size`. If there are any, the cache holds latents: the first `head_size` elements
-    of a key are also the value (MLA)."""
+    """Elements of a key behind its first `head_size`. If any, the cache holds latents, whose first are the value (MLA)."""
     codec: str = ""
     """The name of the cache's codec (`ops/codec.py`); empty: it holds plain numbers. `itemsize` is then the model's."""
     stripe: Stripe = WHOLE
@@ -99,8 +98,7 @@ class Tree(NamedTuple):
     """The queries of a step that attend to their ancestors alone, not to all keys before them (draft trees)."""
 
     origin: torch.Tensor
-    """[S] int32: the position from which on a segment's queries see only the keys that their bits name; beyond its context if
-    there are none."""
+    """[S] int32: the position from which on a segment's queries see only the keys of their bits; beyond its context: none."""
     bits: torch.Tensor
     """[T] int64: bit i of a query says whether it sees the key at origin + i."""
 

@@ -308,8 +308,7 @@ def _mate(mates, listed, query, queries, column: tl.constexpr, otherwise):
 @triton.jit
 def _place(base, token_stride, head_stride, token, mates, listed, first, queries, group: tl.constexpr, size: tl.constexpr,
            shared: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr, form: tl.constexpr = 0):
-    """Returns (head, mask, pointers) of a tile's rows from query `first` on, in q or out. Columns are in the order in which
-    `form` decodes them."""
+    """Returns (head, mask, pointers) of a tile's rows from query `first` on, in q or out. Columns are in `form`'s order."""
     row, column = tl.arange(0, block_m), tl.arange(0, block_d)
     query = first + row // group
     tokens = token + query

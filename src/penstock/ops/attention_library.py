@@ -184,8 +184,7 @@ def _gathered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sca
 
 def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, table: torch.Tensor, begin: int, end: int,
             k: torch.Tensor, v: torch.Tensor) -> None:
-    """Copies keys and values of the first G rows of `table` from position `begin` on to k and v [G, N, KV, D]; writes zeros
-    from position `end` on."""
+    """Copies keys and values of the first G rows of `table` from `begin` on to k and v [G, N, KV, D]; zeros from `end` on."""
     from penstock.ops.attention_kernel import gather  # triton takes 0.3 s to import, and may be absent
 
     kv_heads, page, size = *k_cache.shape[1:3], k.shape[3]

@@ -12,8 +12,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 [..., k] of 2, 3, 4 or 8 bits as one stream of bits a row, lowest bits first: uint8 [..., k * bits / 8]. k is
-    a multiple of 8."""
+    """Codes uint8 [..., k], 8 | k, of 2, 3, 4 or 8 bits as a stream of bits a row, lowest first: uint8 [..., k * bits / 8]."""
     if bits == 8:
         return codes.contiguous()
     groups = codes.to(torch.int32).unflatten(-1, (-1, 8))

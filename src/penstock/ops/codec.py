@@ -238,6 +238,5 @@ CODECS = {codec.name: codec for codec in (
 
 @cache
 def aged(size: int) -> Coding:
-    """The storage of vectors of `size` elements behind the device under kv_cache_dtype aged: 4 bits by groups of 32, which no
-    kernel reads in its inner loop."""
+    """The storage of vectors of `size` elements behind the device under kv_cache_dtype aged: 4 bits by groups of 32."""
     return Coding("uint8", "range", 4, 32 if size % 32 == 0 else 0, "float16")

@@ -194,8 +194,7 @@ def _gguf(name: str, data: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> 
 
 
 def joined(each: Sequence[CodedWeight]) -> CodedWeight:
-    """Matrices of one scheme and equal columns as one, by rows. All but the last have whole panels of rows; x is rounded as for
-    the first."""
+    """Matrices of one scheme and equal columns as one, by rows. All but the last have whole panels; the first rounds x."""
     first = each[0]
     words, gains = (None if getattr(first, name) is None else torch.cat([getattr(one, name) for one in each], axis)
                     for name, axis in (("words", 1), ("gains", 0)))

@@ -402,8 +402,7 @@ def fixed_point(x, codes, scales, rows, stride, k, units, span: tl.constexpr, li
 def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.constexpr, groups: tl.constexpr,
          span: tl.constexpr, steps: tl.constexpr, even: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
          gate: tl.constexpr, linked: tl.constexpr, fast: tl.constexpr):
-    """As `product`, by integer dot products: for few rows of x, which `fixed_point` wrote, and codes of int4 with at most one
-    scale a unit.
+    """As `product`, by integer dot products: for few rows of x by `fixed_point`, and int4 with at most one scale a unit.
 
     A program takes 8 * `groups` rows of the matrix in `steps` steps of `span` units (`even`: exactly). It loads all its codes
     before it waits for the kernel that writes x. A warp reads 8 rows of a unit, which are 512 bytes in a row. codes: int32."""

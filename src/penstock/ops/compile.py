@@ -86,8 +86,7 @@ def _listen(*, src: Any, cache_hit: bool, **_more: Any) -> None:
 
 
 def watch() -> bool:
-    """Points Triton's cache to Penstock's cache folder, unless the user chose one, and counts compilations. False without
-    Triton.
+    """Points Triton's cache to Penstock's folder, unless the user chose one, and counts compilations. False without Triton.
 
     Call it early: it starts hashing Triton's sources on a thread, which every cache look-up needs."""
     if importlib.util.find_spec("triton") is None:
@@ -106,8 +105,7 @@ def watch() -> bool:
 
 @contextmanager
 def recording(chip: Chip) -> Iterator[dict[str, Job]]:
-    """Dry run: launches in this context reach no device. The kernels that they would compile for `chip` are entered in the
-    dict.
+    """Dry run: launches in this context reach no device. The kernels that they need on `chip` are entered in the dict.
 
     Tensors must be on torch's meta device. Not for use while another thread launches kernels."""
     from triton import knobs

@@ -105,8 +105,7 @@ def picked(x, xs, codes, words, gains, table, bias, out, picks, scales, n, k, st
            kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
            four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr, activation: tl.constexpr,
            alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
-    """GEMV for each pick, without tensor cores, as ops/experts_kernels.py::picked. Grid: (blocks of `wide` outputs, picks).
-    x and xs are as in `product`."""
+    """GEMV for each pick, as ops/experts_kernels.py::picked. Grid: (blocks of `wide` outputs, picks). x, xs: see `product`."""
     if linked:
         gdc_wait()
         gdc_launch_dependents()

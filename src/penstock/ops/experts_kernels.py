@@ -108,8 +108,7 @@ def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.c
 
 @triton.jit
 def add_up(results, picks, out, width: tl.constexpr, count: tl.constexpr, block: tl.constexpr, linked: tl.constexpr):
-    """out [T, width]: the sum in float32 of a token's results [T * K, width], in the order of its picks.
-    Picks of -1 are skipped."""
+    """out [T, width]: the float32 sum of a token's results [T * K, width], in the order of its picks (-1: skipped)."""
     if linked:
         gdc_wait()
         gdc_launch_dependents()

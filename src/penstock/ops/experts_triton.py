@@ -22,8 +22,7 @@ from penstock.ops.registry import register
 
 
 class Plan(NamedTuple):
-    """The tiles of both products, whose rows are picks of one expert, and whether picks are sorted first. Both products have
-    the same `tall` then."""
+    """The tiles of both products, whose rows are picks of one expert, and whether those are sorted first, with one `tall`."""
 
     up: Tile
     down: Tile

@@ -1,5 +1,4 @@
-"""Matrices that are read together, as q, k and v are, but stored in different ways: each has its own kernel, and their outputs
-lie side by side."""
+"""Matrices that are read together, as q, k and v, but stored in several ways: each by its kernel, with outputs side by side."""
 
 from __future__ import annotations
 

@@ -16,10 +16,9 @@ def latent_write(q: torch.Tensor, latent: torch.Tensor, norm: torch.Tensor, eps:
     """Writes each token's latent to its cache slot, and the rotated ends of its queries to `out`.
 
     q [T, H, any + R] and latent [T, D + R], last dimensions contiguous: the last R elements are rotated, as `rope_write` does
-    (`interleaved`, cos and sin [max positions, R / 2] float32); the first D of a latent are normed (RMSNorm with weight
-    norm [D]), those of a query are not looked at. cache [pages, 1, page, D + R]; slots [T] int64: page id x page size + offset,
-    or -1 for padding, of which nothing is written. out [T, H, D + R]: its last R elements are written. q and latent are not
-    changed."""
+    (`interleaved`, cos and sin [max positions, R / 2] float32); the first D of a latent are normed (RMSNorm with weight norm
+    [D]), a query's are not. cache [pages, 1, page, D + R]; slots [T] int64: page id x page size + offset, or -1 for padding, of
+    which nothing is written. out [T, H, D + R]: its last R elements are written. q and latent are not changed."""
     at, turned, width = positions.long(), 2 * cos.shape[1], norm.shape[0]
     c, s = cos[at], sin[at]
     out[..., width:] = rotate(q[..., -turned:], c, s, interleaved)
@@ -40,6 +39,5 @@ class HeadLinearOps:
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """out [T, H, N] = x [T, H, K] times the head's matrix, in x's dtype; both of any strides but the last, which is 1. Sums
-        are float32."""
+        """out [T, H, N] = x [T, H, K] times the head's matrix, in x's dtype; of any strides, the last 1. Sums are float32."""
         out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))

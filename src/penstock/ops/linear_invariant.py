@@ -1,5 +1,4 @@
-"""Batch-invariant GEMMs on NVIDIA GPUs: the bits of a row's result depend on that row alone, not on the number of rows or its
-place among them.
+"""Batch-invariant GEMMs on NVIDIA GPUs: the bits of a row's result depend on that row alone, not on number or place.
 
 Every tile uses the same tensor core instruction (on Hopper wgmma, whose first operand has a multiple of 64 rows: with few rows
 of x that is the weight), in steps of 16 along K, in order, into one float32 accumulator. Tile size and operand order change
@@ -22,8 +21,7 @@ _MANY_GATED = {BOXED_GATED: 1.0, BOXED_GATED._replace(wide=64, stages=4): 0.6, T
                _LEAST: 0.4}
 _MANY_DIVIDED = {BOXED._replace(wide=128, stages=4, joined=True): 1.0, BOXED._replace(wide=64, deep=128, joined=True): 0.7,
                  Tile(128, 64, 64, group=8, joined=True): 1.9, Tile(128, 64, 64, swap=True, group=8): 2.0, _LEAST: 1.6}
-"""For more than 64 rows: each tile's time over all of K, relative to the first. Split programs take longer, because they store
-their partial sums in memory."""
+"""For more than 64 rows: each tile's time over all of K, relative to the first. Split programs take longer: they store sums."""
 _EXACT = Tile(32, 32, 32, stages=2)
 """For float32, which has no exact tensor core instruction."""
 

@@ -19,8 +19,7 @@ from penstock.ops.registry import register
 
 
 class Tile(NamedTuple):
-    """The tile sizes of a GEMM: a program computes `tall` x `wide` outputs over K in blocks of `deep`, with `stages`
-    pipeline stages."""
+    """The tile sizes of a GEMM: a program computes `tall` x `wide` outputs over K in blocks of `deep`, in `stages` stages."""
 
     tall: int
     """Rows of x per program (BLOCK_M); 1 selects the matrix-vector kernel."""
@@ -111,8 +110,7 @@ def tickets_of(device: torch.device) -> torch.Tensor:
 
 def parts_of(tile: Tile, count: int, out: torch.Tensor, gated: bool,
              sums: torch.dtype = torch.float32) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Of split-K with `count` tiles: programs of a tile, and the buffers of partial sums and tickets; `out` stands in for them
-    where there are none."""
+    """Of split-K with `count` tiles: programs of a tile, and buffers of partial sums and tickets (`out` if there are none)."""
     if tile.joined or tile.split == 1:
         return 1, out, out
     tickets = tickets_of(out.device)

@@ -135,8 +135,7 @@ def _added(at, apart, mask, tall: tl.constexpr, ranks: tl.constexpr, parts: tl.c
 @triton.jit
 def low_part(x, data, facts, slot, row, program, low, apart, line, told, k, down, fact, pieces: tl.constexpr,
              rank: tl.constexpr, ranks: tl.constexpr, span: tl.constexpr, ahead: tl.constexpr, linked: tl.constexpr):
-    """low [parts, apart, pieces, rank] of one row, whose x this is, for the program-th part and piece. `ahead` blocks of A are
-    loaded before the wait."""
+    """low [parts, apart, pieces, rank] of a row x, for the program-th part and piece. `ahead` blocks of A precede the wait."""
     deep: tl.constexpr = 4096 // ranks
     piece, part = program % pieces, program // pieces
     rr, at = tl.arange(0, ranks), part * span + tl.arange(0, deep)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 M1, M2, STEP, SALT = 0x7FEB352D, 0x846CA68B, 0x9E3779B9, 0x85EBCA6B
-"""The finalizer's factors, the increment per position or token (2^32 over the golden ratio), and a salt for seeds below 2^32,
-whose upper half is zero."""
+"""The finalizer's factors, the increment per position or token (2^32 / golden ratio), and a salt for seeds below 2^32."""
 
 _MASK = 0xFFFFFFFF
 

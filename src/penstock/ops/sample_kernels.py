@@ -46,8 +46,7 @@ _TAKEN = tl.constexpr(-(2**31))
 
 @triton.jit
 def enter(linked: tl.constexpr):
-    """Every kernel starts with this: with programmatic dependent launch the previous kernel may still run
-    (ops/gpu.py::linked)."""
+    """Every kernel starts with this: the previous one may still run (programmatic dependent launch, ops/gpu.py::linked)."""
     if linked:
         gdc_launch_dependents()
         gdc_wait()
@@ -141,8 +140,7 @@ def race(logits, stride, tiles, table, row, position, threshold, begins, values,
 
 @triton.jit(do_not_specialize=["parts", "length", "row", "position", "tokens", "out", "shift"])
 def decide(values, places, parts, row, position, tokens, length, out, shift, wide: tl.constexpr, linked: tl.constexpr):
-    """Reduces the parts of a line to its token: program line -> out [S] (offset by `shift` elements if that is given), and
-    tokens [R, length] at its position."""
+    """Reduces the parts of a line to its token: program line -> out [S] (`shift` behind, if given), and tokens [R, length]."""
     enter(linked)
     line = tl.program_id(0)
     mine = tl.load(row + line)

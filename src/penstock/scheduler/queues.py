@@ -119,8 +119,7 @@ class Queues:
         parent.children = []
 
     def shed(self) -> bool:
-        """Takes the pages of the last forked sequence that still waits; it will recompute its prompt. False if there is
-        none."""
+        """Takes the pages of the last forked sequence that waits; it will recompute its prompt. False if there is none."""
         for sequence in reversed(list(self.waiting)):
             if sequence.pages:
                 self.cache.release(sequence)

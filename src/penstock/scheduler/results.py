@@ -22,8 +22,7 @@ def tokens(result: StepResult) -> list[list[int]]:
 
 
 def lines(given: Logprobs | None, sequences: list[Sequence], asked: str) -> dict[int, list[TokenLogprobs]]:
-    """Groups a step's log probabilities by segment, in order of position, with as many alternatives as the request's parameter
-    `asked` says."""
+    """Groups a step's log probabilities by segment, in order of position, with as many alternatives as was `asked`."""
     found: dict[int, list[TokenLogprobs]] = {}
     if given is None:
         return found

@@ -25,8 +25,7 @@ from penstock.stores.version import Version
 _CONNECT_SECONDS, _ANSWER_SECONDS, _LIST_SECONDS = 2.0, 5.0, 30.0
 """Timeouts of connecting, one command, and a whole listing. They are deadlines, so trickling bytes do not extend them."""
 _LINE_BYTES, _WORD_BYTES, _WORDS, _DEPTH = 4096, 1 << 16, 100_000, 4
-"""Limits of a reply: bytes of a line, bytes of a bulk string, elements of an array, and nesting depth. A server that exceeds
-them is broken or hostile."""
+"""Limits of a reply: bytes of a line, bytes of a bulk string, elements of an array, and depth. Beyond is broken or hostile."""
 _MOST_KEYS = 50_000_000
 _REFUSED = re.compile("NOAUTH|WRONGPASS|AUTH|invalid password")
 _SCAN_COUNT = 1000
@@ -109,8 +108,7 @@ class RedisStore:
         return PageName(rest[0], rest[1:]) if len(rest) == 1 + _KEY_BYTES else key.decode("latin-1")
 
     def _call(self, operation: Callable[[_Connection], Result]) -> Result:
-        """Runs an idempotent operation on a connection reserved for it. If the server has closed the idle connection, the
-        operation is repeated on a new one."""
+        """Runs an idempotent operation on a connection reserved for it, again on a new one if the server has closed that."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is not None:

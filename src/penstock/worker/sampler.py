@@ -143,8 +143,7 @@ class Sampler:
         return self._outbox.take(count)
 
     def choose_at(self, shift: torch.Tensor, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
-        """Runs `choose` for plain rows and writes to host memory at the offset in `shift` [1] int32, so that each replay of a
-        captured graph can use another place."""
+        """Runs `choose` for plain rows and writes to host memory at the offset in `shift` [1] int32: one for each replay."""
         assert self._outbox is not None
         self._choose(logits, row, position, None, self._outbox.memory, shift)
 

@@ -9,8 +9,7 @@ _MULTIPLES = ((64, 1), (256, 16), (512, 32), (1024, 64), (8192, 128))
 
 
 def fitted(count: int) -> int:
-    """The smallest bucket that holds `count` rows. cuBLAS picks a kernel by the number of rows, and the first use of a kernel
-    loads it, which synchronises the device."""
+    """The smallest bucket that holds `count` rows. cuBLAS picks kernels by it, whose first use synchronises the device."""
     multiple = next((multiple for most, multiple in _MULTIPLES if count <= most), 512)
     return -(-count // multiple) * multiple
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.main import main
 from penstock.core.errors import ConfigError
-from penstock.parallel.layout import chosen
+from penstock.engine import layout
+from penstock.parallel.layout import Model, chosen
 
 GIB = 1 << 30
 
@@ -28,14 +31,74 @@ GIB = 1 << 30
 ], ids=str)
 def test_the_smallest_group_that_holds_the_weights(weights: int, heads: int, gpus: list[int],
                                                    layout: tuple[int, int, int]) -> None:
-    found = chosen(weights * GIB, heads, [one * GIB for one in gpus], 0.9)
-    assert found[:3] == layout
-    assert found.tensors * found.stages * found.replicas == max(1, len(gpus)), "no GPU is idle"
+    assert sizes(Model(weights * GIB, heads), gpus) == (*layout[:2], 1, layout[2])
+
+
+def sizes(model: Model, gpus: list[int], link: str = "NVLink") -> tuple[int, ...]:
+    """(tensors, stages, contexts, replicas)"""
+    found = chosen(model, [one * GIB for one in gpus], 0.9, link)[0]
+    asked = tuple(found.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "context", "data"))
+    assert math.prod(asked) == max(1, len(gpus)), "no GPU is idle"
+    return asked
+
+
+LARGE = Model(140 * GIB, 64, 8, 80, 8192, 4 * 80 * 8 * 128)
+SMALL = Model(16 * GIB, 32, 8, 32, 4096, 4 * 32 * 8 * 128)
+MIXED = Model(60 * GIB, 32, 4, 48, 2048, 4 * 48 * 4 * 128, 768)
+
+
+@pytest.mark.parametrize(("link", "layout"), [("NVLink", (4, 1, 1, 1)), ("PCIe", (2, 2, 1, 1)), ("the host", (1, 4, 1, 1))])
+def test_sums_are_left_to_fast_links(link: str, layout: tuple[int, ...]) -> None:
+    """70B on four GPUs of 80 GiB: over slow links the stream travels less often in stages than sums do."""
+    assert sizes(LARGE, [80] * 4, link) == layout
+    _, why = chosen(LARGE, [80 * GIB] * 4, 0.9, link)
+    faster = re.search(rf"over {link} that is predicted ([0-9.]+) times as fast as [0-9] ranks in [0-9] stages", why)
+    assert faster and float(faster[1]) > 1, why
+
+
+@pytest.mark.parametrize(("model", "gpus", "context", "layout"), [
+    (SMALL, [80] * 8, 131072, (1, 1, 1, 8)),
+    (SMALL, [141] * 8, 1 << 20, (2, 1, 1, 4)),
+    (SMALL, [80] * 4, 1 << 20, (4, 1, 1, 1)),
+    (SMALL, [80] * 32, 1 << 23, (4, 1, 4, 2)),
+    (SMALL._replace(keys=1, entry=SMALL.entry // 8), [80] * 4, 1 << 22, (1, 1, 2, 2)),
+], ids=str)
+def test_one_context_of_full_length_fits(model: Model, gpus: list[int], context: int, layout: tuple[int, ...]) -> None:
+    asked = model._replace(context=context)
+    found = sizes(asked, gpus)
+    ranks = len(gpus) // found[3]
+    held = model.weights / found[0] / found[1] + context * model.entry / (min(found[0], model.keys) * found[1] * found[2])
+    assert held <= 0.95 * 0.9 * min(gpus) * GIB
+    assert ranks == 1 or f"and a context of {context} tokens need {ranks} of {len(gpus)} GPUs" in chosen(
+        asked, [one * GIB for one in gpus], 0.9)[1]
+    assert found == layout
+
+
+def test_a_context_that_fits_nowhere_is_left_to_the_start() -> None:
+    """It names the room that there is, in tokens."""
+    assert sizes(SMALL._replace(context=1 << 24), [80] * 2) in [(2, 1, 1, 1), (1, 1, 2, 1)]
+
+
+@pytest.mark.parametrize(("gpus", "channels", "whole"), [([80] * 2, 768, False), ([24] * 4, 768, False), ([24] * 4, 256, True),
+                                                         ([141], 64, False)], ids=str)
+def test_narrow_parts_of_experts_are_not_cut(gpus: list[int], channels: int, whole: bool) -> None:
+    found, why = chosen(MIXED._replace(channels=channels), [one * GIB for one in gpus], 0.9)
+    assert found["enable_expert_parallel"] is whole
+    assert ("each has whole experts" in why) is whole
 
 
 def test_a_model_that_is_too_large_says_by_how_much() -> None:
     with pytest.raises(ConfigError, match=r"140\.0 GiB of weights need 3 GPUs with room for 57\.6 GiB each, but there are 2"):
-        chosen(140 * GIB, 64, [80 * GIB] * 2, 0.9)
+        chosen(Model(140 * GIB, 64), [80 * GIB] * 2, 0.9)
+
+
+@pytest.mark.parametrize(("table", "link"), [
+    ("\tGPU0\tGPU1\tNIC0\nGPU0\t X \tNV18\tSYS\nGPU1\tNV18\t X \tPIX\nNIC0\tSYS\tPIX\t X\n", "NVLink"),
+    ("\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X\n", "PCIe"),
+    ("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV4\tSYS\nGPU1\tNV4\t X\tSYS\nGPU2\tSYS\tSYS\t X\n", "the host"), ("", "NVLink")])
+def test_the_slowest_link_decides(table: str, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_told", lambda *_words: table)
+    assert layout._link() == link
 
 
 def test_a_command_looks_at_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

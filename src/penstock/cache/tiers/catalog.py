@@ -224,8 +224,7 @@ class Catalog:
 
 
 class Keeper:
-    """A thread that refreshes a catalog and keeps its store within the bound. Each has its own, so that a store that hangs does
-    not delay the others."""
+    """A thread that refreshes a catalog and keeps its store within the bound. A store that hangs must not delay the others."""
 
     def __init__(self, catalog: Catalog, seconds: float) -> None:
         """Refreshes once, waiting up to _FIRST_SECONDS for it, so that a new engine knows the stored pages; then every

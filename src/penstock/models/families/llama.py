@@ -16,8 +16,7 @@ RULES = rules.LLAMA
 def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp: Callable[..., MLPSpec] = parts.gated_mlp,
          theta: float = 10000.0, fraction: float = 1.0, normed: str = "",
          window: Callable[[int], bool] | None = None) -> ModelSpec:
-    """`normed`: queries and keys are normed "before" or "after" the rotation. `window`: layers that slide, unless the config
-    says which."""
+    """`normed`: queries and keys are, "before" or "after" rotation. `window`: layers that slide, unless the config says."""
     each, bias, layers = norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
     turn = rope(config, parts.head_size(config), theta=theta, fraction=fraction)
     attention = parts.attention(config, rope=turn, bias=bias, output_bias=config.flag("attention_out_bias", bias),

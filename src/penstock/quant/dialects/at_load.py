@@ -51,8 +51,7 @@ SCHEMES: dict[str, Callable[[int], Scheme | None]] = {
 
 
 def requested(config: dict[str, Any], scheme: str | None, rules: Mapping[str, str]) -> dict[str, Any]:
-    """A model's config with what the options ask for. ConfigError for a scheme that is not known, or a model that is quantized
-    already in another way."""
+    """A model's config with what the options ask for. ConfigError for an unknown scheme, or a model quantized otherwise."""
     given = config.get("quantization_config")
     if scheme is None:
         if rules:

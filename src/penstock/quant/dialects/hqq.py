@@ -31,8 +31,7 @@ def _codes(words: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
 
 
 def form(n: int, k: int, bits: float, group: int, axis: int) -> Form:
-    """`group` numbers share a scale: consecutive ones of the flattened matrix (axis 1), or those of one column after it is cut
-    into so many rows (axis 0)."""
+    """`group` numbers share a scale: consecutive ones of the flattened matrix (axis 1), or a column's of so many rows (0)."""
     stored, rows = _STORED[bits], n * k // group if axis == 1 else group
     width, by_columns = n * k // rows, axis == 1 and k % group == 0
     scheme = Grouped(max(2, stored), 0 if group == k else group, "float32", "float32") if by_columns else PLAIN
