@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, read_adapter
 from penstock.core.errors import ModelError
@@ -105,7 +105,7 @@ class _Reader:
     def load(self) -> None:
         """Reads and checks the file. ModelError lists what is wrong."""
         try:
-            tensors = load_file(self._folder / WEIGHTS)
+            tensors = load((self._folder / WEIGHTS).read_bytes())  # mapped, it would take twice as long
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self._folder / WEIGHTS} is not a whole safetensors file: {error}") from None
         modules: dict[str, dict[str, torch.Tensor]] = {}
@@ -196,12 +196,14 @@ class _Reader:
             self._pairs.remove(pair)
             apart[pair.path] = self._factors(pair, dtype)
         width = padded(max((len(pair.tensors["A"]) for pair in self._pairs), default=1))
-        data, facts = torch.zeros(found.unit * width, dtype=dtype), torch.zeros(found.facts, dtype=torch.int32)
+        data, facts = torch.zeros(found.unit * width, dtype=dtype), [0] * found.facts
         gains = torch.zeros(found.gains, dtype=dtype) if any("magnitude" in pair.tensors for pair in self._pairs) else None
         facts[0] = width
         for pair in self._pairs:
             parameter, target = self._targets[pair.path], found.targets[pair.path]
-            a, b = pair.tensors["A"].float(), pair.tensors["B"].float() * pair.scale
+            # Each element is converted where it is stored.
+            a, b = pair.tensors["A"], pair.tensors["B"]
+            b = b if pair.scale == 1 else b.float() * pair.scale
             pieces = range(len(target.pieces)) if pair.piece < 0 else (pair.piece,)
             whole, own = _pieces(parameter), target.pieces
             at = 0 if pair.piece < 0 else sum(whole[:pair.piece])
@@ -219,17 +221,18 @@ class _Reader:
                 if "magnitude" in pair.tensors:
                     assert gains is not None
                     magnitude = pair.tensors["magnitude"].float().flatten()[first - at:end - at]
-                    gain = _gains(weights, group if split is Split.COLUMNS else None, pair.path, magnitude, a, mine, to)
+                    mine = mine.float()
+                    gain = _gains(weights, group if split is Split.COLUMNS else None, pair.path, magnitude, a.float(), mine, to)
                     mine = mine * (1 + gain[:, None])
                     gains[target.gains + to:target.gains + to + len(gain)] = gain.to(dtype)
                     facts[target.facts + MOST_PIECES] = 1
-                data[begin:begin + rank * target.inputs].view(rank, target.inputs)[:] = a.to(dtype)
-                up[:rank, to:to + end - first] = mine.t().to(dtype)
+                data[begin:begin + rank * target.inputs].view(rank, target.inputs).copy_(a)
+                up[:rank, to:to + end - first].copy_(mine.t())
                 facts[target.facts + piece] = padded(rank)
         ends = {*self._saved, *(pair.path for pair in self._pairs if pair.path in (EMBEDDING, HEAD))}
         ends |= {APART} if apart else set()
         apart |= {path: (self._own(path, one).to(dtype),) for path, one in self._saved.items()}
-        return Weights(Matrices(data, gains, facts), apart, frozenset(ends))
+        return Weights(Matrices(data, gains, torch.tensor(facts, dtype=torch.int32)), apart, frozenset(ends))
 
     def _factors(self, pair: _Pair, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A, and the rank's rows of B, filled up with zeros."""
