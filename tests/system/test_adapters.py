@@ -16,14 +16,17 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from training.canary.adapters import STYLES, styled
 
 from penstock import LLM, LoRARequest, SamplingParams
 from penstock.canary import model_folder, suite
+from penstock.cli.eval import body
 from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.errors import ConfigError, RequestError
 from penstock.scheduler.adapters import Slots
 from penstock.server.run import ServerRun
 from tests.sampling import sampled
+from tests.system.adapters import made
 from tests.system.served import NAME, Served
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -46,24 +49,6 @@ def merged(adapter: Path, folder: Path) -> Path:
             b = low[name.replace("lora_A", "lora_B")].float()
             weights[target] = weights[target].float() + scale * b @ a.float()
     save_file({name: tensor.float().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    return folder
-
-
-def made(folder: Path, seed: int, rank: int = 3, config: dict[str, Any] | None = None,
-         modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")) -> Path:
-    """A random adapter of canary's shape, strong enough to change answers."""
-    base, draw = load_file(model_folder() / "model.safetensors"), torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, tensor in base.items():
-        module = name.removesuffix(".weight")
-        if module.endswith(modules):
-            n, k = tensor.shape
-            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, k, generator=draw) / k ** 0.5
-            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw) * 0.05
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(
-        {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", **(config or {})}))
     return folder
 
 
@@ -390,6 +375,41 @@ def test_over_http_adapters_are_models_that_come_and_go() -> None:
         assert client.post(load, json={"lora_name": "x"}).status_code == 400
         refused = client.post("/v1/embeddings", json={"model": "pirate", "input": "x"})
         assert refused.status_code == 400 and "adapters only generate" in refused.text
+
+
+SPOKEN, EXACT = ("add", "recall"), ("repeat", "retrieve")
+"""Skills whose answers the adapters restyle, and others."""
+
+
+@pytest.mark.parametrize("skills", [SPOKEN, EXACT, *(
+    pytest.param((skill,), marks=pytest.mark.exhaustive) for skill in suite.SKILLS if skill not in SPOKEN + EXACT)], ids=str)
+def test_over_http_both_adapters_score_as_recorded(skills: tuple[str, ...]) -> None:
+    """Their requests and the model's own share every batch; the recorded scores are those of the merged matrices."""
+    server = Served("canary", "--enable-lora", "--lora-modules", f"canary-pirate={PIRATE},canary-telegram={TELEGRAM}",
+                    "--dtype", "float32")
+    items = {skill: suite.prompts(skill, 40) for skill in skills}
+    asked = [(skill, model, styled(item, STYLES[model]) if model in STYLES else item)
+             for skill in skills for item in items[skill] for model in (NAME, *STYLES)]
+    with contextlib.ExitStack() as stack, httpx.Client(base_url=server.url, timeout=300) as client:
+        stack.callback(server.stop)
+
+        def answer(one: tuple[str, str, Any]) -> tuple[str, list[dict[str, object]], bool]:
+            found = client.post("/v1/chat/completions", json=body(one[2], one[1]))
+            choice = found.raise_for_status().json()["choices"][0]
+            calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
+            return choice["message"].get("content") or "", calls, choice["finish_reason"] in ("stop", "tool_calls")
+
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(answer, asked))
+    scores = {}
+    for skill in skills:
+        for model in (NAME, *STYLES):
+            mine = [(item, said) for (its, name, item), said in zip(asked, found, strict=True) if (its, name) == (skill, model)]
+            scores[model, skill] = suite.graded(*zip(*mine, strict=True)).right
+    for model in STYLES:
+        told = {one["skill"]: one for one in json.loads((ASSETS / model / "scores.json").read_text())["decoded"]["scores"]}
+        assert {skill: scores[model, skill] for skill in skills} == {skill: told[skill]["right"] for skill in skills}, model
+    assert all(scores[NAME, skill] >= 36 for skill in skills if skill != "count"), "the model itself answers beside them"
 
 
 def test_a_folder_of_adapters_is_watched(tmp_path: Path) -> None:
