@@ -182,10 +182,9 @@ class _Reader:
         elif parameter.decoded and self._config.invocation:
             self._wrong.append(f"{module}: MLA's keys and values cannot be changed from some token on (aLoRA)")
         else:
-            change = rule.change if rule is not None and rule.change is not transposed else None
-            if change is not None:
+            if rule is not None and rule.change is not None and rule.change is not transposed:
                 # The rule reorders a matrix's rows, and so those of B.
-                pair = {kind: tensor if kind == "A" else change(tensor, self._spec) for kind, tensor in pair.items()}
+                pair = {kind: tensor if kind == "A" else rule.change(tensor, self._spec) for kind, tensor in pair.items()}
             self._pairs.append(_Pair(path, piece, pair, scale))
 
     def packed(self, dtype: torch.dtype, weights: Rows, group: Group | None) -> Weights:
@@ -202,8 +201,7 @@ class _Reader:
         for pair in self._pairs:
             parameter, target = self._targets[pair.path], found.targets[pair.path]
             # Each element is converted where it is stored.
-            a, b = pair.tensors["A"], pair.tensors["B"]
-            b = b if pair.scale == 1 else b.float() * pair.scale
+            a, b = pair.tensors["A"], pair.tensors["B"] if pair.scale == 1 else pair.tensors["B"].float() * pair.scale
             pieces = range(len(target.pieces)) if pair.piece < 0 else (pair.piece,)
             whole, own = _pieces(parameter), target.pieces
             at = 0 if pair.piece < 0 else sum(whole[:pair.piece])
@@ -221,8 +219,8 @@ class _Reader:
                 if "magnitude" in pair.tensors:
                     assert gains is not None
                     magnitude = pair.tensors["magnitude"].float().flatten()[first - at:end - at]
-                    mine = mine.float()
-                    gain = _gains(weights, group if split is Split.COLUMNS else None, pair.path, magnitude, a.float(), mine, to)
+                    over = group if split is Split.COLUMNS else None
+                    gain = _gains(weights, over, pair.path, magnitude, a.float(), mine.float(), to)
                     mine = mine * (1 + gain[:, None])
                     gains[target.gains + to:target.gains + to + len(gain)] = gain.to(dtype)
                     facts[target.facts + MOST_PIECES] = 1
