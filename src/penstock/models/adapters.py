@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch.nn.functional import pad
 
 from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, read_adapter
 from penstock.core.errors import ModelError
@@ -208,8 +209,8 @@ class _Reader:
             split = Split.WHOLE if self._place.tensors == 1 else parameter.split
             held = parameter.share(self._place.tensor, self._place.tensors)
             if split is Split.COLUMNS:
-                a = a[:, slice(*held[0])]
-                a = torch.nn.functional.pad(a, (0, target.inputs - a.shape[1]))
+                ((first, end),) = held
+                a = pad(a[:, first:end], (0, target.inputs - end + first))
             up = data[target.up * width:(target.up + target.rows) * width].view(width, target.rows)
             for piece in pieces:
                 rank, row, to = len(a), sum(whole[:piece]), sum(own[:piece])
@@ -236,8 +237,7 @@ class _Reader:
         """A, and the rank's rows of B, filled up with zeros."""
         ((first, end),) = self._targets[pair.path].share(self._place.tensor, self._place.tensors)
         rows = _targets(self._spec.share(self._place.tensors))[pair.path].shape[0]
-        b = pair.tensors["B"].new_zeros(rows, len(pair.tensors["A"]))
-        b[:end - first] = pair.tensors["B"][first:end] * pair.scale
+        b = pad(pair.tensors["B"][first:end] * pair.scale, (0, 0, 0, rows - end + first))
         return pair.tensors["A"].to(dtype), b.to(dtype)
 
     def _own(self, path: str, matrix: torch.Tensor) -> torch.Tensor:
@@ -245,9 +245,8 @@ class _Reader:
         if path == EMBEDDING or self._place.tensors == 1:
             return matrix
         ((first, end),) = self._targets[HEAD].share(self._place.tensor, self._place.tensors)
-        own = matrix.new_zeros(_targets(self._spec.share(self._place.tensors))[HEAD].shape)
-        own[:end - first] = matrix[first:end]
-        return own
+        rows = _targets(self._spec.share(self._place.tensors))[HEAD].shape[0]
+        return pad(matrix[first:end], (0, 0, 0, rows - end + first))
 
 
 def _gains(weights: Rows, group: Group | None, path: str, magnitude: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
