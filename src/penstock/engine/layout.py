@@ -55,4 +55,4 @@ def _memories() -> list[int]:
 
 def _told(*words: str) -> str:
     tool = shutil.which("nvidia-smi")
-    return "" if tool is None else subprocess.run([tool, *words], capture_output=True, text=True, check=False).stdout
+    return "" if tool is None else str(subprocess.run([tool, *words], capture_output=True, text=True, check=False).stdout)
