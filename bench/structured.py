@@ -31,9 +31,11 @@ class Penstock:
     """Schemas through `define`, then llguidance with the model's vocabulary."""
 
     def __init__(self, folder: Path) -> None:
+        from penstock.grammar.definition import define, limits
         from penstock.grammar.vocabulary import build, texts
         from penstock.text import Tokenizer
 
+        self._define, self._limits = define, limits
         self.tokenizer = Tokenizer.load(folder)
         self.vocabulary = build(self.tokenizer, texts(self.tokenizer, self.tokenizer.vocab_size), [])
         self._words = -(-self.tokenizer.vocab_size // 32)
@@ -45,9 +47,9 @@ class Penstock:
         from llguidance import LLMatcher
 
         from penstock.core.sampling import StructuredOutputsParams
-        from penstock.grammar.definition import _define, limits
 
-        matcher = LLMatcher(self.vocabulary, _define(StructuredOutputsParams(json=schema)), log_level=0, limits=limits())
+        grammar = self._define(StructuredOutputsParams(json=schema))
+        matcher = LLMatcher(self.vocabulary, grammar, log_level=0, limits=self._limits())
         matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(matcher.get_error())
