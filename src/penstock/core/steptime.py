@@ -111,7 +111,7 @@ class StepTime:
                 continue
             slope, room = weights[5 + i] + weights[4] * start, upto - max(at, knot)
             fits = min(float(room), left / slope) if slope > 0 else float(room)
-            added, left = added + fits, left - fits * slope
+            added, left = added + fits, left - fits * slope if fits == room else 0.0  # not what rounding leaves
         return int(min(added, 1 << 40))
 
     def learn(self, load: Load, seconds: float) -> None:

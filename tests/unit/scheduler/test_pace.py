@@ -195,3 +195,9 @@ def test_one_long_step_is_none_where_attention_would_break_a_promise() -> None:
         module.Pace.learn(pace, Load(2, 901, 0.0, 900 * 30_000), 1, 0.015 + 900 * 30_000 * 1e-8)
     late = pace.tokens(1, 1, 900, 0.0, 0.050, 30_000)
     assert late < 300 < 900 < pace.tokens(1, 1, 900, 0.0, 0.050)
+
+
+def test_rounding_leaves_no_room_without_an_end() -> None:
+    """On the next piece of the model, if that has no slope."""
+    flat = StepTime([0.0] * 5 + [1e-3, 3e-4, 7e-5, 1.1e-4, 1.7e-4, 0.0, 1e-4])
+    assert all(flat.within(Load(0, 0), most * 1e-3 / 7) < 1024 for most in range(1, 700))
