@@ -93,7 +93,7 @@ class ThreadRank(Rank):
             mine.append(shared.setdefault((axis, *others), Shared(size)))
             return Threads(rank, mine[-1])
 
-        def end(_abort: bool) -> None:
+        def end() -> None:
             for one in mine:
                 one.barrier.abort()
 

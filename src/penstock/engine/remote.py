@@ -25,6 +25,7 @@ from penstock.core.child import Failed
 from penstock.core.control import CALLS, Answer, Drafted, Loading, Said, Stepped, Told
 from penstock.core.errors import EngineDeadError, RankLostError
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
+from penstock.core.rank import Survey
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import Progress, Rank, RankGroup
@@ -267,6 +268,12 @@ class RemoteGroup(RankGroup):
             self.close()
             raise
 
+    def survey(self) -> Survey:
+        found = super().survey()
+        # On GPUs ranks did not leave steps in which they waited for one that was lost.
+        self._renews = self._renews and found.device.kind == "cpu"
+        return found
+
     def _each(self, call: str, *arguments: Any) -> list[Any]:
         if call == "load":
             (self.ranks[0].progress,), arguments = arguments, ()
@@ -335,7 +342,7 @@ class RemoteGroup(RankGroup):
         if self._closed:
             return
         self._closed = True
-        whole = all(rank.well for rank in self.ranks)
+        whole = all(rank.well and rank.failed is None for rank in self.ranks)
         with ExitStack() as closing:
             closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
             if self._end is not None:

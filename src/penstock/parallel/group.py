@@ -92,13 +92,6 @@ def joined(place: Place, device: torch.device) -> None:
                             timeout=timeout, device_id=device if cuda else None)
 
 
-def ended(abort: bool) -> None:
-    """Closes all connections. `abort`: NCCL's kernels may wait for ranks that are lost."""
-    import torch.distributed.distributed_c10d as groups
-
-    (groups._abort_process_group if abort else groups.destroy_process_group)()  # noqa: SLF001 (not exported)
-
-
 def subgroup(members: Sequence[Sequence[int]], rank: int) -> Any:
     """Torch's group of the members among whom `rank` is, if any. All ranks call this with the same lists."""
     import torch.distributed as dist
@@ -131,11 +124,6 @@ class Processes(Group):
                 self._peers, self._kept = shared(self.rank, self.size, device, self._group)
             except RuntimeError as error:
                 LOG.warning("GPUs cannot map each other's memory, NCCL exchanges short messages: %s", error)
-
-    def release(self) -> None:
-        """Ends the kernels that wait for peers."""
-        if self._peers is not None:
-            self._peers.release(*self._kept[:3])
 
     def close(self) -> None:
         """Lets go of the connections."""

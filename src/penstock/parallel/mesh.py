@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from penstock.parallel.axis import Place, places
-from penstock.parallel.group import Group, Processes, ended, joined, subgroup
+from penstock.parallel.group import Group, Processes, joined, subgroup
 from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe
 
@@ -22,7 +22,7 @@ class Mesh:
     pipe: Pipe | None = None
     data: Lockstep | None = None
     context: Group | None = None
-    end: Callable[[bool], None] | None = None
+    end: Callable[[], None] | None = None
 
     def take(self, new: Mesh) -> None:
         """Has the connections of a new one. Groups stay the objects that a model's layers hold."""
@@ -32,20 +32,14 @@ class Mesh:
                 setattr(new, name, own)
         vars(self).update(vars(new))
 
-    def close(self, stream: torch.cuda.Stream | None = None) -> None:
-        """`stream`: whose kernels may wait for ranks that are lost; what they compute is worth nothing."""
-        groups = [group for group in (self.tensor, self.context) if isinstance(group, Processes)]
-        for group in groups if stream is not None else ():
-            group.release()
+    def close(self) -> None:
         if self.end is not None:
             end, self.end = self.end, None
-            end(stream is not None)
-        while stream is not None and not stream.query():
-            for group in groups:
-                group.release()
+            end()
         self.pipe = None
-        for group in groups:
-            group.close()
+        for group in (self.tensor, self.context):
+            if isinstance(group, Processes):
+                group.close()
 
 
 def join(place: Place, device: torch.device, peers: bool) -> Mesh:
@@ -69,4 +63,4 @@ def join(place: Place, device: torch.device, peers: bool) -> Mesh:
         # Of its own and on the host, as ranks agree on sizes while the devices compute.
         agreeing = Processes(place.data, place.datas, dist.new_group(backend="gloo"), torch.device("cpu"))
         data = Lockstep(Processes(place.data, place.datas, world, device, peers), agreeing, f"{place.rendezvous}/wave")
-    return Mesh(tensor, Pipe(place, device) if place.stages > 1 else None, data, context, ended)
+    return Mesh(tensor, Pipe(place, device) if place.stages > 1 else None, data, context, dist.destroy_process_group)

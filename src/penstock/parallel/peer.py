@@ -56,14 +56,6 @@ class Peers:
         """[size, *x.shape]"""
         return self._exchange(x, torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device), True)
 
-    def release(self, memory: torch.Tensor, late: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Ends the wait of kernels for peers, by copies of `late` to this rank's memory: there may be no room for a kernel."""
-        ours = 2 * self._size * MOST * _ROOM
-        with torch.cuda.stream(stream):
-            for at in (ours, ours + len(late) + 2 * self._size * _ROWS):
-                memory[at:at + len(late)].copy_(late, non_blocking=True)
-        stream.synchronize()
-
     def takes_rows(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         """Whether `add_norm` serves x [T, W]."""
         return (0 < x.nbytes <= _SHORT_ROWS[self._size > 2] and len(x) <= MOST and x.is_contiguous()
@@ -106,6 +98,4 @@ def shared(rank: int, size: int, device: torch.device, group: Any) -> tuple[Peer
     torch.cuda.synchronize(device)
     # Nobody writes before all have cleared.
     dist.barrier(group)
-    # Now, as pinning would wait for kernels that wait for peers.
-    late = torch.full((size * MOST,), 1 << 30, dtype=torch.int32, pin_memory=True).view(torch.uint8)
-    return peers, (memory, late, torch.cuda.Stream(device), handle)
+    return peers, (memory, handle)

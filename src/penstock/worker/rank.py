@@ -46,7 +46,7 @@ from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.rehearsal import rehearse
 from penstock.worker.rejection import scratch
 from penstock.worker.sizes import fitted
-from penstock.worker.worker import Launched, Worker, compute_stream
+from penstock.worker.worker import Launched, Worker
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that configure torch's allocator."""
@@ -312,11 +312,11 @@ class Rank:
     @property
     def renews(self) -> bool:
         """Whether this rank may outlive others: the engine decides whether it is told to `leave` or to end."""
-        return self._options.restart == "ranks" and self._worker is not None
+        return self._options.restart == "ranks" and self._worker is not None and self._device.type == "cpu"
 
     def leave(self, rendezvous: str) -> str:
         """Keeps its weights and nothing else. At `load` it meets the others at the rendezvous, which is returned."""
-        self._mesh.close(compute_stream(self._device) if self._device.type == "cuda" else None)
+        self._mesh.close()
         self.worker.close()
         self._worker = None
         self._place = replace(self._place, rendezvous=rendezvous)
