@@ -10,27 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.core.errors import ModelError
-from penstock.layers.rope import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NoScaling,
-    RopeScaling,
-    RopeSpec,
-    YarnScaling,
-)
+from penstock.layers import rope as ropes
+from penstock.layers.rope import NoScaling, RopeScaling, RopeSpec
 
 ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-    "quick_gelu": "quick_gelu",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu",
 }
 """transformers' names of activations and ours (ops/activation.py)."""
 
@@ -170,24 +155,24 @@ def _plain(_where: Config, _config: Config, _dim: int) -> RopeScaling:
 
 
 def _linear(where: Config, _config: Config, _dim: int) -> RopeScaling:
-    return LinearScaling(where.number("factor"))
+    return ropes.LinearScaling(where.number("factor"))
 
 
 def _dynamic(where: Config, config: Config, _dim: int) -> RopeScaling:
-    return DynamicScaling(where.number("factor"), config.integer("max_position_embeddings"))
+    return ropes.DynamicScaling(where.number("factor"), config.integer("max_position_embeddings"))
 
 
 def _llama3(where: Config, config: Config, _dim: int) -> RopeScaling:
-    return Llama3Scaling(where.number("factor"), where.number("low_freq_factor"), where.number("high_freq_factor"),
-                         _original(where, config))
+    return ropes.Llama3Scaling(where.number("factor"), where.number("low_freq_factor"), where.number("high_freq_factor"),
+                               _original(where, config))
 
 
 def _yarn(where: Config, config: Config, _dim: int) -> RopeScaling:
     original = _original(where, config)
     factor = where.number("factor", config.integer("max_position_embeddings") / original)
-    return YarnScaling(factor, original, where.number("beta_fast", 32.0),
-                       where.number("beta_slow", 1.0), _optional(where, "attention_factor"), _optional(where, "mscale"),
-                       _optional(where, "mscale_all_dim"), where.flag("truncate", True))
+    return ropes.YarnScaling(factor, original, where.number("beta_fast", 32.0),
+                             where.number("beta_slow", 1.0), _optional(where, "attention_factor"), _optional(where, "mscale"),
+                             _optional(where, "mscale_all_dim"), where.flag("truncate", True))
 
 
 def _longrope(where: Config, config: Config, dim: int) -> RopeScaling:
@@ -199,7 +184,7 @@ def _longrope(where: Config, config: Config, dim: int) -> RopeScaling:
             raise where.wrong(name, f"a list of {count} numbers, half of the {dim} rotated dimensions of a head")
         sets.append(tuple(float(value) for value in values))
     factor = where.number("factor", config.integer("max_position_embeddings") / original)
-    return LongRopeScaling(sets[0], sets[1], original, factor, _optional(where, "attention_factor"))
+    return ropes.LongRopeScaling(sets[0], sets[1], original, factor, _optional(where, "attention_factor"))
 
 
 _SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], RopeScaling]]] = {

@@ -6,7 +6,7 @@ means nothing. The first rule that matches a name decides."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,12 @@ class Rule:
     source: str
     target: str | None
     change: Change | None = None
+
+    @classmethod
+    def named(cls, source: str, names: Mapping[str, str | tuple[str, Change] | None]) -> tuple[Rule, ...]:
+        """A rule for each name: a checkpoint's behind `source`, and that of a block's parameter, perhaps with a change."""
+        pairs = ((name, target if isinstance(target, tuple) else (target, None)) for name, target in names.items())
+        return tuple(cls(source + name, target and f"blocks.#.{target}", change) for name, (target, change) in pairs)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -107,81 +113,53 @@ EMBEDDING = (
 """Embedding, last norm and head of a Llama-like model."""
 
 ATTENTION = (
-    Rule("model.layers.#.self_attn.q_proj.*", "blocks.#.attention.q.*"),
-    Rule("model.layers.#.self_attn.k_proj.*", "blocks.#.attention.k.*"),
-    Rule("model.layers.#.self_attn.v_proj.*", "blocks.#.attention.v.*"),
-    Rule("model.layers.#.self_attn.o_proj.*", "blocks.#.attention.o.*"),
-    Rule("model.layers.#.self_attn.q_norm.weight", "blocks.#.attention.q_norm.weight"),
-    Rule("model.layers.#.self_attn.k_norm.weight", "blocks.#.attention.k_norm.weight"),
-    Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
+    *Rule.named("model.layers.#.self_attn.", {
+        "q_proj.*": "attention.q.*", "k_proj.*": "attention.k.*", "v_proj.*": "attention.v.*", "o_proj.*": "attention.o.*",
+        "q_norm.weight": "attention.q_norm.weight", "k_norm.weight": "attention.k_norm.weight", "rotary_emb.inv_freq": None}),
     Rule("model.rotary_emb.inv_freq", None),
 )
 
-LATENT_ATTENTION = (
-    Rule("model.layers.#.self_attn.q_proj.*", "blocks.#.attention.q.*"),
-    Rule("model.layers.#.self_attn.q_a_proj.*", "blocks.#.attention.q_a.*"),
-    Rule("model.layers.#.self_attn.q_a_layernorm.weight", "blocks.#.attention.q_norm.weight"),
-    Rule("model.layers.#.self_attn.q_b_proj.*", "blocks.#.attention.q.*"),
-    Rule("model.layers.#.self_attn.kv_a_proj_with_mqa.*", "blocks.#.attention.kv_a.*"),
-    Rule("model.layers.#.self_attn.kv_a_layernorm.weight", "blocks.#.attention.kv_norm.weight"),
-    Rule("model.layers.#.self_attn.kv_b_proj.*", "blocks.#.attention.kv_b.*"),
-    Rule("model.layers.#.self_attn.o_proj.*", "blocks.#.attention.o.*"),
-    Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
-)
+LATENT_ATTENTION = Rule.named("model.layers.#.self_attn.", {
+    "q_proj.*": "attention.q.*", "q_a_proj.*": "attention.q_a.*", "q_a_layernorm.weight": "attention.q_norm.weight",
+    "q_b_proj.*": "attention.q.*", "kv_a_proj_with_mqa.*": "attention.kv_a.*",
+    "kv_a_layernorm.weight": "attention.kv_norm.weight", "kv_b_proj.*": "attention.kv_b.*", "o_proj.*": "attention.o.*",
+    "rotary_emb.inv_freq": None})
 """DeepSeek's MLA."""
 
-MLP = (
-    Rule("model.layers.#.mlp.gate_proj.*", "blocks.#.mlp.gate.*"),
-    Rule("model.layers.#.mlp.up_proj.*", "blocks.#.mlp.up.*"),
-    Rule("model.layers.#.mlp.down_proj.*", "blocks.#.mlp.down.*"),
-)
+MLP = Rule.named("model.layers.#.", {"mlp.gate_proj.*": "mlp.gate.*", "mlp.up_proj.*": "mlp.up.*",
+    "mlp.down_proj.*": "mlp.down.*"})
 
-PRE_NORMS = (
-    Rule("model.layers.#.input_layernorm.weight", "blocks.#.attention.pre.weight"),
-    Rule("model.layers.#.post_attention_layernorm.weight", "blocks.#.mlp.pre.weight"),
-)
+PRE_NORMS = Rule.named("model.layers.#.", {
+    "input_layernorm.weight": "attention.pre.weight", "post_attention_layernorm.weight": "mlp.pre.weight"})
 
 LLAMA = (*EMBEDDING, *ATTENTION, *MLP, *PRE_NORMS)
 """The names of Llama and of most later families."""
 
 LAYER_NORM_LLAMA = (
     Rule("model.norm.*", "norm.*"),
-    Rule("model.layers.#.input_layernorm.*", "blocks.#.attention.pre.*"),
-    Rule("model.layers.#.post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
+    *Rule.named("model.layers.#.", {"input_layernorm.*": "attention.pre.*", "post_attention_layernorm.*": "mlp.pre.*"}),
     *LLAMA,
 )
 """The names of Llama-like models with LayerNorms, which may have biases."""
 
-SANDWICH_NORMS = (
-    Rule("model.layers.#.input_layernorm.weight", "blocks.#.attention.pre.weight"),
-    Rule("model.layers.#.post_attention_layernorm.weight", "blocks.#.attention.post.weight"),
-    Rule("model.layers.#.pre_feedforward_layernorm.weight", "blocks.#.mlp.pre.weight"),
-    Rule("model.layers.#.post_feedforward_layernorm.weight", "blocks.#.mlp.post.weight"),
-)
+SANDWICH_NORMS = Rule.named("model.layers.#.", {"input_layernorm.weight": "attention.pre.weight",
+    "post_attention_layernorm.weight": "attention.post.weight", "pre_feedforward_layernorm.weight": "mlp.pre.weight",
+    "post_feedforward_layernorm.weight": "mlp.post.weight"})
 """Gemma's: a norm before and after each branch."""
 
-MIXTRAL_EXPERTS = (
-    Rule("model.layers.#.block_sparse_moe.gate.weight", "blocks.#.mlp.router.weight"),
-    Rule("model.layers.#.block_sparse_moe.experts.@.w1.*", "blocks.#.mlp.experts.@.gate.*"),
-    Rule("model.layers.#.block_sparse_moe.experts.@.w3.*", "blocks.#.mlp.experts.@.up.*"),
-    Rule("model.layers.#.block_sparse_moe.experts.@.w2.*", "blocks.#.mlp.experts.@.down.*"),
-    Rule("model.layers.#.mlp.gate.weight", "blocks.#.mlp.router.weight"),
-    Rule("model.layers.#.mlp.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", stacked),
-    Rule("model.layers.#.mlp.experts.down_proj", "blocks.#.mlp.experts.down.weight", stacked),
-)
+MIXTRAL_EXPERTS = Rule.named("model.layers.#.", {"block_sparse_moe.gate.weight": "mlp.router.weight",
+    "block_sparse_moe.experts.@.w1.*": "mlp.experts.@.gate.*", "block_sparse_moe.experts.@.w3.*": "mlp.experts.@.up.*",
+    "block_sparse_moe.experts.@.w2.*": "mlp.experts.@.down.*", "mlp.gate.weight": "mlp.router.weight",
+    "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", stacked),
+    "mlp.experts.down_proj": ("mlp.experts.down.weight", stacked)})
 """Router and experts as Mixtral names them."""
 
-EXPERTS = (
-    Rule("model.layers.#.mlp.gate.weight", "blocks.#.mlp.router.weight"),
-    Rule("model.layers.#.mlp.gate.e_score_correction_bias", "blocks.#.mlp.correction"),
-    Rule("model.layers.#.mlp.experts.@.gate_proj.*", "blocks.#.mlp.experts.@.gate.*"),
-    Rule("model.layers.#.mlp.experts.@.up_proj.*", "blocks.#.mlp.experts.@.up.*"),
-    Rule("model.layers.#.mlp.experts.@.down_proj.*", "blocks.#.mlp.experts.@.down.*"),
-    Rule("model.layers.#.mlp.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", stacked),
-    Rule("model.layers.#.mlp.experts.down_proj", "blocks.#.mlp.experts.down.weight", stacked),
-    Rule("model.layers.#.mlp.shared_expert[s].gate_proj.*", "blocks.#.mlp.shared.gate.*"),
-    Rule("model.layers.#.mlp.shared_expert[s].up_proj.*", "blocks.#.mlp.shared.up.*"),
-    Rule("model.layers.#.mlp.shared_expert[s].down_proj.*", "blocks.#.mlp.shared.down.*"),
-    Rule("model.layers.#.mlp.shared_expert_gate.weight", "blocks.#.mlp.shared_gate.weight"),
-)
+EXPERTS = Rule.named("model.layers.#.", {
+    "mlp.gate.weight": "mlp.router.weight", "mlp.gate.e_score_correction_bias": "mlp.correction",
+    "mlp.experts.@.gate_proj.*": "mlp.experts.@.gate.*", "mlp.experts.@.up_proj.*": "mlp.experts.@.up.*",
+    "mlp.experts.@.down_proj.*": "mlp.experts.@.down.*",
+    "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", stacked),
+    "mlp.experts.down_proj": ("mlp.experts.down.weight", stacked), "mlp.shared_expert[s].gate_proj.*": "mlp.shared.gate.*",
+    "mlp.shared_expert[s].up_proj.*": "mlp.shared.up.*", "mlp.shared_expert[s].down_proj.*": "mlp.shared.down.*",
+    "mlp.shared_expert_gate.weight": "mlp.shared_gate.weight"})
 """Router, experts (one by one, or a layer's as one tensor) and shared experts, as Qwen and DeepSeek name them."""

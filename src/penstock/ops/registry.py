@@ -13,19 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.ops.contracts import (
-    Activation,
-    AddRmsNorm,
-    BuildStep,
-    CacheWrite,
-    HeadMatrixOps,
-    LatentWrite,
-    LayerNorm,
-    PlainOps,
-    RmsNorm,
-    RopeWrite,
-    Route,
-)
+from penstock.ops import contracts
 from penstock.platform.facts import DeviceFacts
 
 if TYPE_CHECKING:
@@ -125,25 +113,25 @@ def load() -> None:
 class Kernels:
     """The bound table, with one attribute per operation. The reference's docstring says what each takes and returns."""
 
-    linear: PlainOps
+    linear: contracts.PlainOps
     """For plain matrices; `linear_for` says which serves another scheme."""
-    rms_norm: RmsNorm
-    add_rms_norm: AddRmsNorm
-    layer_norm: LayerNorm
-    rope_write: RopeWrite
-    cache_write: CacheWrite
-    route: Route
+    rms_norm: contracts.RmsNorm
+    add_rms_norm: contracts.AddRmsNorm
+    layer_norm: contracts.LayerNorm
+    rope_write: contracts.RopeWrite
+    cache_write: contracts.CacheWrite
+    route: contracts.Route
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""
     payload: Payload
     messages: Callable[[int], int]
-    latent_write: LatentWrite
-    head_linear: HeadMatrixOps
+    latent_write: contracts.LatentWrite
+    head_linear: contracts.HeadMatrixOps
     attention: AttentionOps
     lora: LoraOps
-    build_step: BuildStep
-    gated: Activation
-    activation: Activation
+    build_step: contracts.BuildStep
+    gated: contracts.Activation
+    activation: contracts.Activation
     sample: SampleOps
 
     def __init__(self, chosen: dict[str, Implementation], refused: dict[str, list[tuple[str, str]]],

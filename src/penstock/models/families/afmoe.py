@@ -2,30 +2,17 @@
 
 import dataclasses
 
-from penstock.models.family import (
-    BlockSpec,
-    BranchSpec,
-    Config,
-    EmbeddingSpec,
-    ModelSpec,
-    QueryKeyNorm,
-    Routing,
-    Rule,
-    parts,
-    rope,
-    rules,
-)
+from penstock.models import family
+from penstock.models.family import BranchSpec, Config, EmbeddingSpec, ModelSpec, QueryKeyNorm, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("AfmoeForCausalLM",)
 MODEL_TYPES = ("afmoe",)
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5}
 RULES = (
-    Rule("model.layers.#.self_attn.gate_proj.*", "blocks.#.attention.gate.*"),
-    Rule("model.layers.#.post_attention_layernorm.weight", "blocks.#.attention.post.weight"),
-    Rule("model.layers.#.pre_mlp_layernorm.weight", "blocks.#.mlp.pre.weight"),
-    Rule("model.layers.#.post_mlp_layernorm.weight", "blocks.#.mlp.post.weight"),
-    Rule("model.layers.#.mlp.router.gate.weight", "blocks.#.mlp.router.weight"),
-    Rule("model.layers.#.mlp.expert_bias", "blocks.#.mlp.correction"),
+    *Rule.named("model.layers.#.", {"self_attn.gate_proj.*": "attention.gate.*",
+        "post_attention_layernorm.weight": "attention.post.weight", "pre_mlp_layernorm.weight": "mlp.pre.weight",
+        "post_mlp_layernorm.weight": "mlp.post.weight", "mlp.router.gate.weight": "mlp.router.weight",
+        "mlp.expert_bias": "mlp.correction"}),
     *rules.EXPERTS,
     *rules.LLAMA,
 )
@@ -44,7 +31,7 @@ def spec(config: Config) -> ModelSpec:
     windows = config.windows(layers, lambda layer: (layer + 1) % every != 0, config.integer("sliding_window", 1024))
     for layer, window in enumerate(windows):
         attention = parts.attention(config, rope=turn if window else None, window=window, norm=QueryKeyNorm(norm))
-        blocks.append(BlockSpec(((BranchSpec(dataclasses.replace(attention, gate=True), norm, norm),),
+        blocks.append(family.BlockSpec(((BranchSpec(dataclasses.replace(attention, gate=True), norm, norm),),
                                  (BranchSpec(mlp if layer < dense else mixture, norm, norm),))))
     scale = config.integer("hidden_size") ** 0.5 if config.flag("mup_enabled", False) else 1.0
     return parts.decoder(config, blocks, norm, embedding=EmbeddingSpec(scale))

@@ -4,21 +4,9 @@ those of this shape that rotate (NomicBERT, Jina 3) or slope (Jina 2) instead.""
 from dataclasses import dataclass, replace
 from functools import partial
 
+from penstock.models import family
 from penstock.models.families.llama import Like
-from penstock.models.family import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    Config,
-    DenseSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    ModelSpec,
-    NoNormSpec,
-    Rule,
-    parts,
-    rope,
-)
+from penstock.models.family import BranchSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, NoNormSpec, Rule, parts, rope
 
 ARCHITECTURES = tuple(f"{name}{kind}" for name in ("Bert", "Roberta", "XLMRoberta", "Camembert")
                       for kind in ("Model", "ForMaskedLM"))
@@ -37,17 +25,11 @@ RULES = (
     Rule(_MODEL + "emb_ln.*", "embedding.norm.*"),
     Rule(_TABLES + "position_ids", None),
     Rule(_TABLES + "token_type_ids", None),
-    Rule(_LAYER + "attention.self.query.*", "blocks.#.attention.q.*"),
-    Rule(_LAYER + "attention.self.key.*", "blocks.#.attention.k.*"),
-    Rule(_LAYER + "attention.self.value.*", "blocks.#.attention.v.*"),
-    Rule(_LAYER + "attention.output.dense.*", "blocks.#.attention.o.*"),
-    Rule(_LAYER + "attention.output.LayerNorm.*", "blocks.#.attention.after.*"),
-    Rule(_LAYER + "intermediate.dense.*", "blocks.#.mlp.up.*"),
-    Rule(_LAYER + "output.dense.*", "blocks.#.mlp.down.*"),
-    Rule(_LAYER + "output.LayerNorm.*", "blocks.#.mlp.after.*"),
-    Rule(_LAYER + "mlp.gated_layers.*", "blocks.#.mlp.gate_up.*"),
-    Rule(_LAYER + "mlp.wo.*", "blocks.#.mlp.down.*"),
-    Rule(_LAYER + "mlp.layernorm.*", "blocks.#.mlp.after.*"),
+    *Rule.named(_LAYER, {"attention.self.query.*": "attention.q.*", "attention.self.key.*": "attention.k.*",
+        "attention.self.value.*": "attention.v.*", "attention.output.dense.*": "attention.o.*",
+        "attention.output.LayerNorm.*": "attention.after.*", "intermediate.dense.*": "mlp.up.*", "output.dense.*": "mlp.down.*",
+        "output.LayerNorm.*": "mlp.after.*", "mlp.gated_layers.*": "mlp.gate_up.*", "mlp.wo.*": "mlp.down.*",
+        "mlp.layernorm.*": "mlp.after.*"}),
     *(Rule(f"{_TURNED}{name}.*", f"blocks.#.{target}.*") for name, target in (
         ("self_attn.q_proj", "attention.q"), ("self_attn.k_proj", "attention.k"), ("self_attn.v_proj", "attention.v"),
         ("self_attn.o_proj", "attention.o"), ("post_attention_layernorm", "attention.after"),
@@ -79,7 +61,7 @@ def spec(config: Config, *, theta: float = 0.0, sloped: bool = False, gated: boo
     width, heads, size = parts.even_heads(config)
     norm, types = parts.layer_norm(config), config.integer("type_vocab_size", least=0)
     positions = config.integer("max_position_embeddings")
-    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
+    attention = family.AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
     embedding = EmbeddingSpec(norm=norm, types=types, second=config.integer("vocab_size") if types > 1 else 0)
     if theta:
         attention = replace(attention, rope=rope(config, size, theta=theta))
@@ -92,9 +74,9 @@ def spec(config: Config, *, theta: float = 0.0, sloped: bool = False, gated: boo
         embedding = replace(embedding, positions=positions, first_position=first)
     mlp = parts.gated_mlp(config) if gated else parts.plain_mlp(config, bias=bias)
     mlp = replace(mlp, output_bias=bias)
-    block = BlockSpec(((BranchSpec(attention, after=norm),), (BranchSpec(mlp, after=norm),)))
+    block = family.BlockSpec(((BranchSpec(attention, after=norm),), (BranchSpec(mlp, after=norm),)))
     return parts.decoder(config, [block] * config.integer("num_hidden_layers"), NoNormSpec(), max_positions=positions,
-                         embedding=embedding, head=HeadSpec(tied=False, bias=True, dense=DenseSpec()))
+                         embedding=embedding, head=HeadSpec(tied=False, bias=True, dense=family.DenseSpec()))
 
 
 def nomic(config: Config) -> ModelSpec:

@@ -4,16 +4,12 @@ from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpe
 
 ARCHITECTURES = ("BloomForCausalLM",)
 MODEL_TYPES = ("bloom",)
-_LAYER = "[transformer.]h.#."
 RULES = (
     Rule("[transformer.]word_embeddings.weight", "embedding.weight"),
     Rule("[transformer.]word_embeddings_layernorm.*", "embedding.norm.*"),
-    Rule(_LAYER + "input_layernorm.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "self_attention.query_key_value.*", "blocks.#.attention.qkv.*", interleaved),
-    Rule(_LAYER + "self_attention.dense.*", "blocks.#.attention.o.*"),
-    Rule(_LAYER + "post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
-    Rule(_LAYER + "mlp.dense_h_to_4h.*", "blocks.#.mlp.up.*"),
-    Rule(_LAYER + "mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    *Rule.named("[transformer.]h.#.", {"input_layernorm.*": "attention.pre.*",
+        "self_attention.query_key_value.*": ("attention.qkv.*", interleaved), "self_attention.dense.*": "attention.o.*",
+        "post_attention_layernorm.*": "mlp.pre.*", "mlp.dense_h_to_4h.*": "mlp.up.*", "mlp.dense_4h_to_h.*": "mlp.down.*"}),
     Rule("[transformer.]ln_f.*", "norm.*"),
     Rule("lm_head.weight", "head.weight"),
 )

@@ -1,30 +1,17 @@
 """ChatGLM 2 and 3, and GLM-4 in its first form: GLM-4 with matrices merged and names of its own."""
 
-from penstock.models.family import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    Config,
-    HeadSpec,
-    MLPSpec,
-    ModelSpec,
-    RMSNormSpec,
-    RopeSpec,
-    Rule,
-    parts,
-)
+from penstock.models import family
+from penstock.models.family import BranchSpec, Config, HeadSpec, MLPSpec, ModelSpec, RMSNormSpec, RopeSpec, Rule, parts
 
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM")
 MODEL_TYPES = ("chatglm",)
 RULES = (
     Rule("transformer.embedding.word_embeddings.weight", "embedding.weight"),
     Rule("transformer.rotary_pos_emb.inv_freq", None),
-    Rule("transformer.encoder.layers.#.input_layernorm.weight", "blocks.#.attention.pre.weight"),
-    Rule("transformer.encoder.layers.#.self_attention.query_key_value.*", "blocks.#.attention.qkv.*"),
-    Rule("transformer.encoder.layers.#.self_attention.dense.*", "blocks.#.attention.o.*"),
-    Rule("transformer.encoder.layers.#.post_attention_layernorm.weight", "blocks.#.mlp.pre.weight"),
-    Rule("transformer.encoder.layers.#.mlp.dense_h_to_4h.*", "blocks.#.mlp.gate_up.*"),
-    Rule("transformer.encoder.layers.#.mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    *Rule.named("transformer.encoder.layers.#.", {"input_layernorm.weight": "attention.pre.weight",
+        "self_attention.query_key_value.*": "attention.qkv.*", "self_attention.dense.*": "attention.o.*",
+        "post_attention_layernorm.weight": "mlp.pre.weight", "mlp.dense_h_to_4h.*": "mlp.gate_up.*",
+        "mlp.dense_4h_to_h.*": "mlp.down.*"}),
     Rule("transformer.encoder.final_layernorm.weight", "norm.weight"),
     Rule("transformer.output_layer.weight", "head.weight"),
 )
@@ -38,9 +25,9 @@ def spec(config: Config) -> ModelSpec:
     width, heads, size = config.integer("hidden_size"), config.integer("num_attention_heads"), config.integer("kv_channels")
     kv_heads = config.integer("multi_query_group_num") if config.flag("multi_query_attention", False) else heads
     turn = RopeSpec(10000.0 * config.number("rope_ratio", 1.0), size // 2, interleaved=True)
-    attention = AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
+    attention = family.AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
     mlp = MLPSpec(width, config.integer("ffn_hidden_size"), "silu")
-    block = BlockSpec(((BranchSpec(attention, norm),), (BranchSpec(mlp, norm),)))
+    block = family.BlockSpec(((BranchSpec(attention, norm),), (BranchSpec(mlp, norm),)))
     config = config.changed(vocab_size=config.integer("padded_vocab_size"))
     return parts.decoder(config, [block] * config.integer("num_layers"), norm, head=HeadSpec(False),
                          max_positions=config.integer("seq_length"))

@@ -1,18 +1,7 @@
 """Command R and Cohere 2 (Command A, Aya): parallel branches, LayerNorms without bias, interleaved rotation."""
 
-from penstock.models.family import (
-    BlockSpec,
-    BranchSpec,
-    Config,
-    HeadSpec,
-    ModelSpec,
-    QueryKeyNorm,
-    Rule,
-    flat,
-    parts,
-    rope,
-    rules,
-)
+from penstock.models import family
+from penstock.models.family import BranchSpec, Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
 
 ARCHITECTURES = ("CohereForCausalLM", "Cohere2ForCausalLM")
 MODEL_TYPES = ("cohere", "cohere2")
@@ -36,6 +25,6 @@ def spec(config: Config) -> ModelSpec:
     for window in windows if second else [0] * layers:
         # Cohere 2 rotates in sliding layers alone.
         attention = parts.attention(config, rope=turn if window or not second else None, window=window, norm=normed, bias=bias)
-        blocks.append(BlockSpec(((BranchSpec(attention, norm), BranchSpec(parts.gated_mlp(config), same=True)),)))
+        blocks.append(family.BlockSpec(((BranchSpec(attention, norm), BranchSpec(parts.gated_mlp(config), same=True)),)))
     return parts.decoder(config, blocks, norm, head=HeadSpec(config.flag("tie_word_embeddings", True),
                                                              divisor=1.0 / config.number("logit_scale", 0.0625)))

@@ -4,26 +4,16 @@ Layers behind the last one draft (multi-token prediction): `models/draft_heads.p
 
 import dataclasses
 
-from penstock.models.family import (
-    Config,
-    LatentAttentionSpec,
-    ModelSpec,
-    Routing,
-    Rule,
-    SparseLatentAttentionSpec,
-    parts,
-    rope,
-    rules,
-)
+from penstock.models import family
+from penstock.models.family import Config, ModelSpec, Routing, Rule, SparseLatentAttentionSpec, parts, rope, rules
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v32", "deepseek_v3", "kimi_k2")
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "topk_method": "greedy"}
 RULES = (
-    Rule("model.layers.#.self_attn.indexer.wq_b.*", "blocks.#.attention.index_q.*"),
-    Rule("model.layers.#.self_attn.indexer.wk.*", "blocks.#.attention.index_k.*"),
-    Rule("model.layers.#.self_attn.indexer.weights_proj.*", "blocks.#.attention.index_weights.*"),
-    Rule("model.layers.#.self_attn.indexer.k_norm.*", "blocks.#.attention.index_norm.*"),
+    *Rule.named("model.layers.#.", {"self_attn.indexer.wq_b.*": "attention.index_q.*",
+        "self_attn.indexer.wk.*": "attention.index_k.*", "self_attn.indexer.weights_proj.*": "attention.index_weights.*",
+        "self_attn.indexer.k_norm.*": "attention.index_norm.*"}),
     *rules.EMBEDDING, *rules.LATENT_ATTENTION, *rules.EXPERTS, *rules.MLP, *rules.PRE_NORMS)
 
 
@@ -42,7 +32,7 @@ def routing(config: Config) -> Routing:
     return Routing(experts, picks, "sigmoid", config.flag("norm_topk_prob", True), scale, True, groups or 1, picked or 1)
 
 
-def _sparse(config: Config, attention: LatentAttentionSpec) -> SparseLatentAttentionSpec:
+def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLatentAttentionSpec:
     if not attention.query_rank:
         raise config.wrong("q_lora_rank", "a whole number: index queries are made from the queries' inner vector")
     given = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}

@@ -2,33 +2,18 @@
 
 import torch
 
-from penstock.models.family import (
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    Config,
-    HeadSpec,
-    ModelSpec,
-    Rule,
-    by_group,
-    parts,
-    rope,
-)
+from penstock.models import family
+from penstock.models.family import BlockSpec, BranchSpec, Config, HeadSpec, ModelSpec, Rule, by_group, parts, rope
 
 ARCHITECTURES = ("FalconForCausalLM", "RWForCausalLM")
 MODEL_TYPES = ("falcon", "RefinedWeb", "RefinedWebModel")
 DEFAULTS = {"activation": "gelu", "max_position_embeddings": 2048}
-_LAYER = "[transformer.]h.#."
 RULES = (
     Rule("[transformer.]word_embeddings.weight", "embedding.weight"),
-    Rule(_LAYER + "self_attention.query_key_value.*", "blocks.#.attention.qkv.*", by_group),
-    Rule(_LAYER + "self_attention.dense.*", "blocks.#.attention.o.*"),
-    Rule(_LAYER + "input_layernorm.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "ln_attn.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
-    Rule(_LAYER + "ln_mlp.*", "blocks.#.mlp.pre.*"),
-    Rule(_LAYER + "mlp.dense_h_to_4h.*", "blocks.#.mlp.up.*"),
-    Rule(_LAYER + "mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    *Rule.named("[transformer.]h.#.", {"self_attention.query_key_value.*": ("attention.qkv.*", by_group),
+        "self_attention.dense.*": "attention.o.*", "input_layernorm.*": "attention.pre.*", "ln_attn.*": "attention.pre.*",
+        "post_attention_layernorm.*": "mlp.pre.*", "ln_mlp.*": "mlp.pre.*", "mlp.dense_h_to_4h.*": "mlp.up.*",
+        "mlp.dense_4h_to_h.*": "mlp.down.*"}),
     Rule("[transformer.]ln_f.*", "norm.*"),
     Rule("lm_head.weight", "head.weight"),
 )
@@ -50,7 +35,7 @@ def spec(config: Config) -> ModelSpec:
     new, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
     alibi = config.flag("alibi", False)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
-    attention = BranchSpec(AttentionSpec(
+    attention = BranchSpec(family.AttentionSpec(
         width, heads, _kv_heads(config, heads, new), size, size**-0.5, None if alibi else rope(config, size), bias=bias,
         output_bias=bias, slopes=_slopes(heads, size) if alibi else ()), norm)
     mlp = parts.plain_mlp(config, activation="activation", inner="ffn_hidden_size", multiple=4, bias=bias)

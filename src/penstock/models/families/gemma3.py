@@ -3,20 +3,9 @@ layers. Of a checkpoint with vision the text part is used; its other tensors are
 
 import dataclasses
 
+from penstock.models import family
 from penstock.models.families import gemma2
-from penstock.models.family import (
-    BlockSpec,
-    BranchSpec,
-    Config,
-    EmbeddingSpec,
-    HeadSpec,
-    ModelSpec,
-    QueryKeyNorm,
-    RopeSpec,
-    parts,
-    rope,
-    rules,
-)
+from penstock.models.family import BranchSpec, Config, HeadSpec, ModelSpec, QueryKeyNorm, RopeSpec, parts, rope, rules
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
@@ -52,7 +41,8 @@ def spec(config: Config) -> ModelSpec:
                                  config.integer("sliding_window", 4096)):
         attention = parts.attention(config, rope=ropes[window > 0], window=window, scale=scale, norm=QueryKeyNorm(norm),
                                     bias=bias)
-        blocks.append(BlockSpec(((BranchSpec(attention, pre=norm, post=norm),), (mlp,))))
+        blocks.append(family.BlockSpec(((BranchSpec(attention, pre=norm, post=norm),), (mlp,))))
     head = HeadSpec(config.flag("tie_word_embeddings", True), softcap=config.nullable_number("final_logit_softcapping", 0.0))
-    return parts.decoder(config, blocks, norm, head=head, embedding=EmbeddingSpec(config.integer("hidden_size") ** 0.5, True),
+    embedding = family.EmbeddingSpec(config.integer("hidden_size") ** 0.5, True)
+    return parts.decoder(config, blocks, norm, head=head, embedding=embedding,
                          max_positions=config.integer("max_position_embeddings"))

@@ -7,9 +7,8 @@ MODEL_TYPES = ("glm", "glm4")
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
             "rms_norm_eps": 1.5625e-07}
 RULES = (
-    Rule("model.layers.#.mlp.gate_up_proj.*", "blocks.#.mlp.gate_up.*"),
-    Rule("model.layers.#.post_self_attn_layernorm.weight", "blocks.#.attention.post.weight"),
-    Rule("model.layers.#.post_mlp_layernorm.weight", "blocks.#.mlp.post.weight"),
+    *Rule.named("model.layers.#.", {"mlp.gate_up_proj.*": "mlp.gate_up.*",
+        "post_self_attn_layernorm.weight": "attention.post.weight", "post_mlp_layernorm.weight": "mlp.post.weight"}),
     *rules.LLAMA,
 )
 

@@ -8,16 +8,12 @@ DEFAULTS = {"activation_function": "gelu_new", "n_positions": 1024}
 RULES = (
     Rule("[transformer.]wte.weight", "embedding.weight"),
     Rule("[transformer.]wpe.weight", "positions.weight"),
-    Rule("[transformer.]h.#.ln_1.*", "blocks.#.attention.pre.*"),
-    Rule("[transformer.]h.#.attn.c_attn.*", "blocks.#.attention.qkv.*", transposed),
-    Rule("[transformer.]h.#.attn.c_proj.*", "blocks.#.attention.o.*", transposed),
-    Rule("[transformer.]h.#.ln_2.*", "blocks.#.mlp.pre.*"),
-    Rule("[transformer.]h.#.mlp.c_fc.*", "blocks.#.mlp.up.*", transposed),
-    Rule("[transformer.]h.#.mlp.c_proj.*", "blocks.#.mlp.down.*", transposed),
+    *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "attn.c_attn.*": ("attention.qkv.*", transposed),
+        "attn.c_proj.*": ("attention.o.*", transposed), "ln_2.*": "mlp.pre.*", "mlp.c_fc.*": ("mlp.up.*", transposed),
+        "mlp.c_proj.*": ("mlp.down.*", transposed)}),
     Rule("[transformer.]ln_f.*", "norm.*"),
     Rule("lm_head.weight", "head.weight"),
-    Rule("[transformer.]h.#.attn.bias", None),
-    Rule("[transformer.]h.#.attn.masked_bias", None),
+    *Rule.named("[transformer.]h.#.", {"attn.bias": None, "attn.masked_bias": None}),
 )
 
 

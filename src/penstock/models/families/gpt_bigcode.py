@@ -9,16 +9,11 @@ _LAYER = "[transformer.]h.#."
 RULES = (
     Rule("[transformer.]wte.weight", "embedding.weight"),
     Rule("[transformer.]wpe.weight", "positions.weight"),
-    Rule(_LAYER + "ln_1.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "attn.c_attn.*", "blocks.#.attention.qkv.*", by_group),
-    Rule(_LAYER + "attn.c_proj.*", "blocks.#.attention.o.*"),
-    Rule(_LAYER + "ln_2.*", "blocks.#.mlp.pre.*"),
-    Rule(_LAYER + "mlp.c_fc.*", "blocks.#.mlp.up.*"),
-    Rule(_LAYER + "mlp.c_proj.*", "blocks.#.mlp.down.*"),
+    *Rule.named(_LAYER, {"ln_1.*": "attention.pre.*", "attn.c_attn.*": ("attention.qkv.*", by_group),
+        "attn.c_proj.*": "attention.o.*", "ln_2.*": "mlp.pre.*", "mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}),
     Rule("[transformer.]ln_f.*", "norm.*"),
     Rule("lm_head.weight", "head.weight"),
-    Rule(_LAYER + "attn.bias", None),
-    Rule(_LAYER + "attn.masked_bias", None),
+    *Rule.named(_LAYER, {"attn.bias": None, "attn.masked_bias": None}),
 )
 
 

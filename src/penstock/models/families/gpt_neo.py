@@ -5,20 +5,13 @@ from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpe
 ARCHITECTURES = ("GPTNeoForCausalLM",)
 MODEL_TYPES = ("gpt_neo",)
 DEFAULTS = {"activation_function": "gelu_new", "max_position_embeddings": 2048}
-_LAYER = "[transformer.]h.#."
 RULES = (
     Rule("[transformer.]wte.weight", "embedding.weight"),
     Rule("[transformer.]wpe.weight", "positions.weight"),
-    Rule(_LAYER + "ln_1.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "attn.attention.q_proj.weight", "blocks.#.attention.q.weight"),
-    Rule(_LAYER + "attn.attention.k_proj.weight", "blocks.#.attention.k.weight"),
-    Rule(_LAYER + "attn.attention.v_proj.weight", "blocks.#.attention.v.weight"),
-    Rule(_LAYER + "attn.attention.out_proj.*", "blocks.#.attention.o.*"),
-    Rule(_LAYER + "attn.attention.bias", None),
-    Rule(_LAYER + "attn.attention.masked_bias", None),
-    Rule(_LAYER + "ln_2.*", "blocks.#.mlp.pre.*"),
-    Rule(_LAYER + "mlp.c_fc.*", "blocks.#.mlp.up.*"),
-    Rule(_LAYER + "mlp.c_proj.*", "blocks.#.mlp.down.*"),
+    *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "attn.attention.q_proj.weight": "attention.q.weight",
+        "attn.attention.k_proj.weight": "attention.k.weight", "attn.attention.v_proj.weight": "attention.v.weight",
+        "attn.attention.out_proj.*": "attention.o.*", "attn.attention.bias": None, "attn.attention.masked_bias": None,
+        "ln_2.*": "mlp.pre.*", "mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}),
     Rule("[transformer.]ln_f.*", "norm.*"),
     Rule("lm_head.weight", "head.weight"),
 )

@@ -7,18 +7,14 @@ MODEL_TYPES = ("gpt_neox",)
 DEFAULTS = {"hidden_act": "gelu", "max_position_embeddings": 2048}
 RULES = (
     Rule("[gpt_neox.]embed_in.weight", "embedding.weight"),
-    Rule("[gpt_neox.]layers.#.input_layernorm.*", "blocks.#.attention.pre.*"),
-    Rule("[gpt_neox.]layers.#.attention.query_key_value.*", "blocks.#.attention.qkv.*", interleaved),
-    Rule("[gpt_neox.]layers.#.attention.dense.*", "blocks.#.attention.o.*"),
-    Rule("[gpt_neox.]layers.#.post_attention_layernorm.*", "blocks.#.mlp.pre.*"),
-    Rule("[gpt_neox.]layers.#.mlp.dense_h_to_4h.*", "blocks.#.mlp.up.*"),
-    Rule("[gpt_neox.]layers.#.mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    *Rule.named("[gpt_neox.]layers.#.", {"input_layernorm.*": "attention.pre.*",
+        "attention.query_key_value.*": ("attention.qkv.*", interleaved), "attention.dense.*": "attention.o.*",
+        "post_attention_layernorm.*": "mlp.pre.*", "mlp.dense_h_to_4h.*": "mlp.up.*", "mlp.dense_4h_to_h.*": "mlp.down.*"}),
     Rule("[gpt_neox.]final_layer_norm.*", "norm.*"),
     Rule("embed_out.weight", "head.weight"),
     Rule("lm_head.weight", "head.weight"),
-    Rule("[gpt_neox.]layers.#.attention.bias", None),
-    Rule("[gpt_neox.]layers.#.attention.masked_bias", None),
-    Rule("[gpt_neox.]layers.#.attention.rotary_emb.inv_freq", None),
+    *Rule.named("[gpt_neox.]layers.#.", {"attention.bias": None, "attention.masked_bias": None,
+        "attention.rotary_emb.inv_freq": None}),
 )
 
 

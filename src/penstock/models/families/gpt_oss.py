@@ -28,12 +28,11 @@ RULES = (
     *rules.EMBEDDING,
     *rules.ATTENTION,
     *rules.PRE_NORMS,
-    Rule("model.layers.#.self_attn.sinks", "blocks.#.attention.sinks"),
-    Rule("model.layers.#.mlp.router.*", "blocks.#.mlp.router.*"),
-    Rule("model.layers.#.mlp.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", _halves),
-    Rule("model.layers.#.mlp.experts.gate_up_proj_bias", "blocks.#.mlp.experts.gate_up.bias", _halves),
-    Rule("model.layers.#.mlp.experts.down_proj", "blocks.#.mlp.experts.down.weight", _transposed),
-    Rule("model.layers.#.mlp.experts.down_proj_bias", "blocks.#.mlp.experts.down.bias"),
+    *Rule.named("model.layers.#.", {"self_attn.sinks": "attention.sinks", "mlp.router.*": "mlp.router.*",
+        "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", _halves),
+        "mlp.experts.gate_up_proj_bias": ("mlp.experts.gate_up.bias", _halves),
+        "mlp.experts.down_proj": ("mlp.experts.down.weight", _transposed),
+        "mlp.experts.down_proj_bias": "mlp.experts.down.bias"}),
 )
 
 

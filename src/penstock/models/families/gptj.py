@@ -8,17 +8,12 @@ DEFAULTS = {"activation_function": "gelu_new", "n_positions": 2048}
 _LAYER = "[transformer.]h.#."
 RULES = (
     Rule("[transformer.]wte.weight", "embedding.weight"),
-    Rule(_LAYER + "ln_1.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "attn.q_proj.weight", "blocks.#.attention.q.weight"),
-    Rule(_LAYER + "attn.k_proj.weight", "blocks.#.attention.k.weight"),
-    Rule(_LAYER + "attn.v_proj.weight", "blocks.#.attention.v.weight"),
-    Rule(_LAYER + "attn.out_proj.weight", "blocks.#.attention.o.weight"),
-    Rule(_LAYER + "mlp.fc_in.*", "blocks.#.mlp.up.*"),
-    Rule(_LAYER + "mlp.fc_out.*", "blocks.#.mlp.down.*"),
+    *Rule.named(_LAYER, {"ln_1.*": "attention.pre.*", "attn.q_proj.weight": "attention.q.weight",
+        "attn.k_proj.weight": "attention.k.weight", "attn.v_proj.weight": "attention.v.weight",
+        "attn.out_proj.weight": "attention.o.weight", "mlp.fc_in.*": "mlp.up.*", "mlp.fc_out.*": "mlp.down.*"}),
     Rule("[transformer.]ln_f.*", "norm.*"),
     Rule("lm_head.*", "head.*"),
-    Rule(_LAYER + "attn.bias", None),
-    Rule(_LAYER + "attn.masked_bias", None),
+    *Rule.named(_LAYER, {"attn.bias": None, "attn.masked_bias": None}),
 )
 
 

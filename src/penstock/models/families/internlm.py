@@ -9,13 +9,9 @@ RULES = (
     *rules.LLAMA,
     Rule("model.tok_embeddings.weight", "embedding.weight"),
     Rule("output.weight", "head.weight"),
-    Rule("model.layers.#.attention.wqkv.*", "blocks.#.attention.qkv.*", by_group),
-    Rule("model.layers.#.attention.wo.*", "blocks.#.attention.o.*"),
-    Rule("model.layers.#.attention_norm.weight", "blocks.#.attention.pre.weight"),
-    Rule("model.layers.#.feed_forward.w1.*", "blocks.#.mlp.gate.*"),
-    Rule("model.layers.#.feed_forward.w3.*", "blocks.#.mlp.up.*"),
-    Rule("model.layers.#.feed_forward.w2.*", "blocks.#.mlp.down.*"),
-    Rule("model.layers.#.ffn_norm.weight", "blocks.#.mlp.pre.weight"),
+    *Rule.named("model.layers.#.", {"attention.wqkv.*": ("attention.qkv.*", by_group), "attention.wo.*": "attention.o.*",
+        "attention_norm.weight": "attention.pre.weight", "feed_forward.w1.*": "mlp.gate.*", "feed_forward.w3.*": "mlp.up.*",
+        "feed_forward.w2.*": "mlp.down.*", "ffn_norm.weight": "mlp.pre.weight"}),
 )
 
 

@@ -40,9 +40,8 @@ class Like:
 
 
 APERTUS = (
-    Rule("model.layers.#.attention_layernorm.weight", "blocks.#.attention.pre.weight"),
-    Rule("model.layers.#.feedforward_layernorm.weight", "blocks.#.mlp.pre.weight"),
-    Rule("model.layers.#.mlp.act_fn.*", "blocks.#.mlp.act.*", flat),
+    *Rule.named("model.layers.#.", {"attention_layernorm.weight": "attention.pre.weight",
+        "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", flat)}),
     *rules.EMBEDDING, *rules.ATTENTION, *rules.MLP,
 )
 HUNYUAN = (

@@ -2,36 +2,20 @@
 
 from dataclasses import replace
 
-from penstock.models.family import (
-    ACTIVATIONS,
-    AttentionSpec,
-    BlockSpec,
-    BranchSpec,
-    Config,
-    DenseSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    ModelSpec,
-    Rule,
-    parts,
-    rope,
-)
+from penstock.models import family
+from penstock.models.family import BlockSpec, BranchSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, Rule, parts, rope
 
 ARCHITECTURES = ("ModernBertModel", "ModernBertForMaskedLM")
 MODEL_TYPES = ("modernbert",)
 TASK = "embed"
 DEFAULTS = {"hidden_activation": "gelu", "classifier_activation": "gelu", "classifier_pooling": "cls",
             "max_position_embeddings": 8192}
-_LAYER = "[model.]layers.#."
 RULES = (
     Rule("[model.]embeddings.tok_embeddings.weight", "embedding.weight"),
     Rule("[model.]embeddings.norm.*", "embedding.norm.*"),
-    Rule(_LAYER + "attn_norm.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "attn.Wqkv.*", "blocks.#.attention.qkv.*"),
-    Rule(_LAYER + "attn.Wo.*", "blocks.#.attention.o.*"),
-    Rule(_LAYER + "mlp_norm.*", "blocks.#.mlp.pre.*"),
-    Rule(_LAYER + "mlp.Wi.*", "blocks.#.mlp.gate_up.*"),
-    Rule(_LAYER + "mlp.Wo.*", "blocks.#.mlp.down.*"),
+    *Rule.named("[model.]layers.#.", {
+        "attn_norm.*": "attention.pre.*", "attn.Wqkv.*": "attention.qkv.*", "attn.Wo.*": "attention.o.*",
+        "mlp_norm.*": "mlp.pre.*", "mlp.Wi.*": "mlp.gate_up.*", "mlp.Wo.*": "mlp.down.*"}),
     Rule("[model.]final_norm.*", "norm.*"),
     Rule("head.dense.*", "head.dense.*"),
     Rule("head.norm.*", "head.norm.*"),
@@ -45,7 +29,7 @@ def spec(config: Config) -> ModelSpec:
     norm = parts.layer_norm(config, "norm_eps", bias=config.flag("norm_bias", False))
     bias, every = config.flag("attention_bias", False), config.integer("global_attn_every_n_layers", 3)
     mlp = parts.gated_mlp(config, activation="hidden_activation", bias=config.flag("mlp_bias", False))
-    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
+    attention = family.AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
     near, far = (replace(attention, rope=rope(config, size, layer_type=f"{kind}_attention", theta=config.number(name, theta)))
                  for kind, name, theta in (("sliding", "local_rope_theta", 10000.0), ("full", "global_rope_theta", 160000.0)))
     blocks = list[BlockSpec]()
@@ -54,7 +38,8 @@ def spec(config: Config) -> ModelSpec:
                                  config.integer("local_attention", 128) // 2 + 1):
         mixer = replace(near, window=window) if window else far
         blocks.append(BlockSpec(((BranchSpec(mixer, pre=norm if blocks else None),), (BranchSpec(mlp, pre=norm),))))
-    dense = DenseSpec(config.choice("classifier_activation", ACTIVATIONS), config.flag("classifier_bias", False), norm)
+    activation = config.choice("classifier_activation", family.ACTIVATIONS)
+    dense = family.DenseSpec(activation, config.flag("classifier_bias", False), norm)
     mean = config.choice("classifier_pooling", {"cls": "cls", "mean": "mean"}) == "mean"
     return parts.decoder(config, blocks, norm, embedding=EmbeddingSpec(norm=norm),
                          head=HeadSpec(tied=False, bias=True, dense=dense, mean=mean))

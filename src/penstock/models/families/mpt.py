@@ -6,15 +6,11 @@ from penstock.models.family import AttentionSpec, Config, HeadSpec, MLPSpec, Mod
 
 ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
 MODEL_TYPES = ("mpt",)
-_LAYER = "[transformer.]blocks.#."
 RULES = (
     Rule("[transformer.]wte.weight", "embedding.weight"),
-    Rule(_LAYER + "norm_1.weight", "blocks.#.attention.pre.weight"),
-    Rule(_LAYER + "attn.Wqkv.weight", "blocks.#.attention.qkv.weight"),
-    Rule(_LAYER + "attn.out_proj.weight", "blocks.#.attention.o.weight"),
-    Rule(_LAYER + "norm_2.weight", "blocks.#.mlp.pre.weight"),
-    Rule(_LAYER + "ffn.up_proj.weight", "blocks.#.mlp.up.weight"),
-    Rule(_LAYER + "ffn.down_proj.weight", "blocks.#.mlp.down.weight"),
+    *Rule.named("[transformer.]blocks.#.", {"norm_1.weight": "attention.pre.weight", "attn.Wqkv.weight": "attention.qkv.weight",
+        "attn.out_proj.weight": "attention.o.weight", "norm_2.weight": "mlp.pre.weight", "ffn.up_proj.weight": "mlp.up.weight",
+        "ffn.down_proj.weight": "mlp.down.weight"}),
     Rule("[transformer.]norm_f.weight", "norm.weight"),
     Rule("lm_head.weight", "head.weight"),
 )

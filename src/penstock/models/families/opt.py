@@ -10,14 +10,9 @@ _LAYER = _DECODER + "layers.#."
 RULES = (
     Rule(_DECODER + "embed_tokens.weight", "embedding.weight"),
     Rule(_DECODER + "embed_positions.weight", "positions.weight"),
-    Rule(_LAYER + "self_attn_layer_norm.*", "blocks.#.attention.pre.*"),
-    Rule(_LAYER + "self_attn.q_proj.*", "blocks.#.attention.q.*"),
-    Rule(_LAYER + "self_attn.k_proj.*", "blocks.#.attention.k.*"),
-    Rule(_LAYER + "self_attn.v_proj.*", "blocks.#.attention.v.*"),
-    Rule(_LAYER + "self_attn.out_proj.*", "blocks.#.attention.o.*"),
-    Rule(_LAYER + "final_layer_norm.*", "blocks.#.mlp.pre.*"),
-    Rule(_LAYER + "fc1.*", "blocks.#.mlp.up.*"),
-    Rule(_LAYER + "fc2.*", "blocks.#.mlp.down.*"),
+    *Rule.named(_LAYER, {"self_attn_layer_norm.*": "attention.pre.*", "self_attn.q_proj.*": "attention.q.*",
+        "self_attn.k_proj.*": "attention.k.*", "self_attn.v_proj.*": "attention.v.*", "self_attn.out_proj.*": "attention.o.*",
+        "final_layer_norm.*": "mlp.pre.*", "fc1.*": "mlp.up.*", "fc2.*": "mlp.down.*"}),
     Rule(_DECODER + "final_layer_norm.*", "norm.*"),
     Rule("lm_head.weight", "head.weight"),
 )

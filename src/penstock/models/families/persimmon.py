@@ -6,12 +6,10 @@ ARCHITECTURES = ("PersimmonForCausalLM",)
 MODEL_TYPES = ("persimmon",)
 DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 16384}
 RULES = (
-    Rule("model.layers.#.self_attn.query_key_value.*", "blocks.#.attention.qkv.*", interleaved),
-    Rule("model.layers.#.self_attn.dense.*", "blocks.#.attention.o.*"),
-    Rule("model.layers.#.self_attn.q_layernorm.*", "blocks.#.attention.q_norm.*"),
-    Rule("model.layers.#.self_attn.k_layernorm.*", "blocks.#.attention.k_norm.*"),
-    Rule("model.layers.#.mlp.dense_h_to_4h.*", "blocks.#.mlp.up.*"),
-    Rule("model.layers.#.mlp.dense_4h_to_h.*", "blocks.#.mlp.down.*"),
+    *Rule.named("model.layers.#.", {"self_attn.query_key_value.*": ("attention.qkv.*", interleaved),
+        "self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
+        "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.dense_h_to_4h.*": "mlp.up.*",
+        "mlp.dense_4h_to_h.*": "mlp.down.*"}),
     Rule("model.final_layernorm.*", "norm.*"),
     *rules.LAYER_NORM_LLAMA,
 )

@@ -6,11 +6,8 @@ ARCHITECTURES = ("PhiForCausalLM",)
 MODEL_TYPES = ("phi",)
 DEFAULTS = {"hidden_act": "gelu_new", "max_position_embeddings": 2048}
 RULES = (
-    Rule("model.layers.#.self_attn.dense.*", "blocks.#.attention.o.*"),
-    Rule("model.layers.#.self_attn.q_layernorm.*", "blocks.#.attention.q_norm.*"),
-    Rule("model.layers.#.self_attn.k_layernorm.*", "blocks.#.attention.k_norm.*"),
-    Rule("model.layers.#.mlp.fc1.*", "blocks.#.mlp.up.*"),
-    Rule("model.layers.#.mlp.fc2.*", "blocks.#.mlp.down.*"),
+    *Rule.named("model.layers.#.", {"self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
+        "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.fc1.*": "mlp.up.*", "mlp.fc2.*": "mlp.down.*"}),
     Rule("model.final_layernorm.*", "norm.*"),
     Rule("lm_head.bias", "head.bias"),
     *rules.LAYER_NORM_LLAMA,

@@ -9,11 +9,9 @@ DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 4096, "original_max
 RULES = (
     *rules.EMBEDDING,
     *rules.PRE_NORMS,
-    Rule("model.layers.#.self_attn.qkv_proj.weight", "blocks.#.attention.qkv.weight"),
-    Rule("model.layers.#.self_attn.o_proj.weight", "blocks.#.attention.o.weight"),
-    Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
-    Rule("model.layers.#.mlp.gate_up_proj.weight", "blocks.#.mlp.gate_up.weight"),
-    Rule("model.layers.#.mlp.down_proj.weight", "blocks.#.mlp.down.weight"),
+    *Rule.named("model.layers.#.", {"self_attn.qkv_proj.weight": "attention.qkv.weight",
+        "self_attn.o_proj.weight": "attention.o.weight", "self_attn.rotary_emb.inv_freq": None,
+        "mlp.gate_up_proj.weight": "mlp.gate_up.weight", "mlp.down_proj.weight": "mlp.down.weight"}),
 )
 
 

@@ -6,8 +6,7 @@ ARCHITECTURES = ("Starcoder2ForCausalLM",)
 MODEL_TYPES = ("starcoder2",)
 DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096, "num_key_value_heads": 2}
 RULES = (
-    Rule("model.layers.#.mlp.c_fc.*", "blocks.#.mlp.up.*"),
-    Rule("model.layers.#.mlp.c_proj.*", "blocks.#.mlp.down.*"),
+    *Rule.named("model.layers.#.", {"mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}),
     *rules.LAYER_NORM_LLAMA,
 )
 

@@ -16,17 +16,8 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.core.request import Pool
 from penstock.core.sampling import SamplingParams
-from penstock.engine.pooling import (
-    Floats,
-    Scorer,
-    Text,
-    class_pool,
-    embedding,
-    embedding_pool,
-    paired,
-    probabilities,
-    vectors_of,
-)
+from penstock.engine import pooling
+from penstock.engine.pooling import Floats, Text, class_pool, embedding, embedding_pool, paired, probabilities, vectors_of
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.openai.completions import split_prompts
@@ -166,7 +157,7 @@ class Pooling(OpenAIForm):
 
     async def _scores(self, http: Request, model: str, body: p.ScoringFields,
                       pairs: list[tuple[str, str]]) -> tuple[list[float], PooledTexts]:
-        scorer = Scorer(self._inputs)
+        scorer = pooling.Scorer(self._inputs)
         size = sum(len(one) + len(two) for one, two in pairs)
         self.state.limits.check_text(max(len(one) + len(two) for one, two in pairs), self._inputs.info.max_model_len)
         texts = await self.state.llm.work.run(size, lambda: scorer.texts(pairs, body.instruction))

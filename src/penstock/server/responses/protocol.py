@@ -9,17 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.server.openai.protocol import (
-    MAX_ENTRIES,
-    MAX_MESSAGES,
-    Count,
-    JsonObjectFormat,
-    Name,
-    OnlyFalse,
-    SamplingFields,
-    TextFormat,
-    Top,
-)
+from penstock.server.openai import protocol
+from penstock.server.openai.protocol import MAX_ENTRIES, MAX_MESSAGES, Name, OnlyFalse, SamplingFields, TextFormat, Top
 
 WHY_REFUSED = {
     "prompt": "this server keeps no prompt templates; send the text as instructions and input",
@@ -43,7 +34,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    format: TextFormat | protocol.JsonObjectFormat | JsonSchemaFormat | None = None
     verbosity: str | None = None
     """Handed to the chat template."""
 
@@ -119,7 +110,7 @@ class ResponseRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     background: bool | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
                        Meta(max_length=8)] | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: protocol.Count | None = None
     top_logprobs: Top | None = None
 
     prompt: None = None
