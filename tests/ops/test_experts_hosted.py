@@ -1,36 +1,48 @@
-"""Experts in host memory: the result is that of all on the device, wherever each is, and those picked often come to it."""
+"""Experts in host memory: the result is that of all on the device, wherever each is or is computed, and those picked often come
+to it."""
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
+from penstock.engine.engine import Engine
 from penstock.models import describe
-from penstock.ops.experts import Glu
-from penstock.ops.experts_hosted import HostedStack, Residency
-from penstock.ops.experts_triton import Plan, Tile, TritonExperts, launch
-from penstock.ops.registry import bind
+from penstock.ops import experts_helped, experts_hosted, registry
+from penstock.ops.cpu import CpuExperts
+from penstock.ops.experts import ExpertsOps, Glu, Stack
+from penstock.ops.experts_helped import Costs, helper
+from penstock.ops.experts_hosted import HostedStack, Residency, Stages
+from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, launch
+from penstock.ops.registry import Implementation, bind, implementations
+from penstock.worker import memory
 from penstock.worker.memory import packed_bytes, resident
 from tests.ops.interpreter import DEVICE
-from tests.ops.kernels import close
-from tests.ops.test_experts import Case, inputs, plain
+from tests.ops.kernels import DTYPES as EVERY_TYPE
+from tests.ops.kernels import close, usable
+from tests.ops.test_experts import GLUS, Case, inputs, plain
 from tests.ops.test_experts_triton import PLANS
 
 OPS = TritonExperts()
 CASE = Case(7, 9, 3, 64, 48)
 
 
-def hosted(held: dict[str, Any], slots: int, stages: dict[Any, torch.Tensor]) -> tuple[Residency, HostedStack, HostedStack]:
+def hosted(held: dict[str, Any], slots: int, stages: Stages, ops: TritonExperts = OPS, glu: Glu = GLUS["swiglu"],
+           inward: bool = False) -> tuple[Residency, HostedStack, HostedStack]:
     pinned = [held[name].pin_memory() if DEVICE.type == "cuda" else held[name].clone() for name in ("up", "down")]
-    up, down = (OPS.host(one, slots, DEVICE) for one in pinned)
+    up, down = (ops.host(one, slots, DEVICE) for one in pinned)
     assert isinstance(up, HostedStack) and isinstance(down, HostedStack)
-    return Residency(up, down, stages), up, down
+    biases = (None if bias is None else bias.to(DEVICE) for bias in (held["up_bias"], held["down_bias"]))
+    return Residency(up, down, stages, glu, *biases, inward), up, down
 
 
 def check(plan: Plan, held: dict[str, Any], layer: tuple[Residency, HostedStack, HostedStack]) -> None:
@@ -44,7 +56,7 @@ def check(plan: Plan, held: dict[str, Any], layer: tuple[Residency, HostedStack,
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_wherever_experts_are(plan: Plan) -> None:
     """Two layers share a stage; what one has fetched is overwritten for the other. Before and after promotions."""
-    stages: dict[Any, torch.Tensor] = {}
+    stages = Stages()
     held = [inputs(CASE, torch.float16) for _ in range(2)]
     held[1]["up"] = held[1]["up"].flip(0)  # type: ignore[union-attr]
     held[0]["picks"][2] = -1  # type: ignore[index]
@@ -61,12 +73,12 @@ def test_wherever_experts_are(plan: Plan) -> None:
 def test_more_picks_than_are_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.ops.experts_hosted._EVERY", 16)
     held = inputs(CASE, torch.float16)
-    check(PLANS["sorted"], held, hosted(held, 2, {}))
+    check(PLANS["sorted"], held, hosted(held, 2, Stages()))
 
 
 def test_promotion() -> None:
     """Slots go to what is picked most, no more at a time than allowed, and not back and forth for small differences."""
-    residency, up, _ = hosted(inputs(CASE, torch.float16), 3, {})
+    residency, up, _ = hosted(inputs(CASE, torch.float16), 3, Stages())
     assert residency.promote(np.array([100, 5, 60, 80, 6, 0, 0, 0, 0]), 9) == 1, "6 picks are not much more than 5"
     assert sorted(np.flatnonzero(residency.slot >= 0)) == [0, 2, 3] and residency.slot[3] == 1
     assert torch.equal(up.data[1].cpu(), up.host[3])
@@ -74,6 +86,113 @@ def test_promotion() -> None:
     assert residency.promote(np.zeros(9, np.int64), 9) == 1, "what was asked for before is still in the scores"
     assert sorted(residency.slot[residency.slot >= 0]) == [0, 1, 2]
     assert residency.promote(np.zeros(9, np.int64), 0) == 0
+
+
+COSTS = {"all": Costs(9.0, 1.0, 0.1, 0.0), "none": Costs(1.0, 2.0, 1.0, 99.0), "some": Costs(10.0, 8.0, 3.0, 4.0),
+         "few tokens": Costs(10.0, 2.0, 12.0, 1.0)}
+
+
+def divided(picks: torch.Tensor, slot: Any, costs: Costs) -> set[int]:
+    """The CPU's experts, found by trying every number of them."""
+    tokens = {expert: int((picks == expert).sum()) for expert in picks.unique().tolist() if expert >= 0 and slot[expert] < 0}
+    order = sorted(tokens, key=lambda expert: (tokens[expert], expert))
+
+    def end(count: int) -> float:
+        cpu = costs.call + sum(costs.first + costs.more * (tokens[expert] - 1) for expert in order[:count]) if count else 0.0
+        return max(cpu, (len(order) - count) * costs.link)
+
+    return set(order[:min(range(len(order) + 1), key=end)])
+
+
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize("inward", [False, True])
+def test_some_are_computed_on_the_cpu(costs: Costs, inward: bool) -> None:
+    """As the costs say, and the sum is that of all."""
+    glu, plan = GLUS["clamped"], PLANS["unsorted"]
+    for case, slots in ((Case(1, 9, 6, 48, 32), 3), (Case(7, 9, 3, 64, 48), 1), (Case(13, 33, 5, 48, 24), 11)):
+        held: dict[str, Any] = inputs(case, torch.float32, biased=True)
+        held["picks"][0, 0] = -1
+        residency, up, down = hosted(held, slots, Stages(), OPS, glu, inward)
+        assert residency.helper is not None
+        residency.helper.costs = costs
+        there = {name: None if held[name] is None else held[name].to(DEVICE)
+                 for name in ("x", "picks", "weights", "up_bias", "down_bias")}
+        picks, join = residency.begin(there["x"], there["picks"], there["weights"], whole=False)
+        gone = set(held["picks"][picks.cpu() != held["picks"]].tolist())
+        assert gone == divided(held["picks"], residency.slot, costs) and join is not None
+        assert bool((picks.cpu()[picks.cpu() != held["picks"]] == -1).all())
+        assert bool(gone) == (costs is not COSTS["none"])
+        got = launch(plan, up=up, down=down, glu=glu, inward=inward, **{**there, "picks": picks})
+        join(got)
+        close(got.cpu(), plain(**held, glu=glu, inward=inward), 1.0, factor=8)
+        again, absent = residency.begin(there["x"], there["picks"], there["weights"], whole=True)
+        assert again is there["picks"] and absent is None
+
+
+def test_whom_the_cpu_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long steps, and operations that promise a token's bits. Layers share the CPU's side."""
+    stages = Stages()
+    layers = [hosted(inputs(CASE, torch.float16), 3, stages)[0] for _ in range(2)]
+    assert layers[0].helper is layers[1].helper is not None
+    monkeypatch.setattr(experts_helped, "TOKENS", 6)
+    assert not layers[0].helper.serves(torch.empty(7, 3)) and layers[0].helper.serves(torch.empty(6, 3))
+    assert hosted(inputs(CASE, torch.float16), 3, Stages(), InvariantExperts())[0].helper is None
+    monkeypatch.setattr(registry, "implementations", lambda _op: [])
+    assert helper(64, torch.float32, DEVICE) is None
+
+
+@pytest.mark.parametrize("dtype", EVERY_TYPE, ids=str)
+@pytest.mark.parametrize("implementation", [one for one in implementations("experts") if isinstance(one.call, CpuExperts)],
+                         ids=lambda one: one.name)
+def test_matrices_as_they_are_stored(implementation: Implementation, dtype: torch.dtype) -> None:
+    """The CPU's kernel reads plain rows, and leaves float32."""
+    ops = usable(implementation, dtype)
+    for case in (Case(1, 7, 3, 64, 24), Case(9, 16, 2, 80, 96), Case(40, 6, 1, 48, 40), Case(530, 11, 4, 16, 8)):
+        for inward in (False, True):
+            held: dict[str, Any] = inputs(case, dtype, biased=True)
+            held["picks"][::4, 0] = -1
+            out = torch.full(held["x"].shape, float("nan"))
+            ops.run(ops.told(held["x"], held["picks"], held["weights"], out, held["up"], held["down"], Glu(), held["up_bias"],
+                             held["down_bias"], inward, stored=True))
+            close(out.to(dtype), plain(**held, inward=inward), 1.0, factor=6)
+
+
+class Placed(ExpertsOps):
+    """The reference, reading each matrix from the place that the table names."""
+
+    def host(self, matrices: torch.Tensor, slots: int, device: torch.device) -> Stack:
+        return HostedStack(matrices, slots, device, self)
+
+    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        assert isinstance(stack, HostedStack)
+        at, memory = int(stack.where[expert]), stack.data
+        if not 0 <= at < memory.numel():
+            at, memory = at - (stack.stage.data_ptr() - memory.data_ptr()) // memory.element_size(), stack.stage
+        return F.linear(x, memory.view(-1)[at:at + stack.n * stack.k].view(stack.n, stack.k), bias)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is a GPU's here, whose own placement serves")
+@pytest.mark.slow
+@pytest.mark.parametrize("costs", [COSTS["some"], COSTS["none"]], ids=["some", "none"])
+def test_an_engine_divides_them(costs: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens of a mixture whose experts are on the device, fetched, and computed on the CPU."""
+    from tests.system.test_layouts import ASSETS, greedy, options  # needs no interpreter, so it is not this module's need
+
+    wanted = greedy(Engine(options(ASSETS / "canary-moe")), max_tokens=4)
+    table = registry._TABLE["experts"]
+    monkeypatch.setitem(table, "triton", replace(table["triton"], call=Placed(), supports=lambda _facts, _dtype: None, rank=99))
+    monkeypatch.setattr(memory, "resident", lambda *_: 3)
+    monkeypatch.setattr(experts_helped, "NEVER", costs)
+    monkeypatch.setattr(experts_hosted, "_PROGRAMS", 1)
+    computed, run = list[int](), CpuExperts.run.fget
+    monkeypatch.setattr(CpuExperts, "run", property(lambda ops: lambda told: (
+        computed.append(max(ctypes.cast(struct.unpack_from("q", told, 16)[0], ctypes.POINTER(ctypes.c_int32))[:2])),
+        run(ops)(told))))  # type: ignore[misc]
+    engine = Engine(options(ASSETS / "canary-moe", kernels={"experts": "triton"}))
+    layers = engine.rank._model.experts  # type: ignore[attr-defined]
+    assert all(sum(layer.residency.slot >= 0) == 3 for layer in layers)
+    assert greedy(engine, max_tokens=4) == wanted
+    assert computed and (max(computed) >= 0) == (costs is not COSTS["none"])
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the facts of a GPU are made up")
@@ -104,16 +223,20 @@ def test_as_many_as_fit() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 def test_graph() -> None:
-    """A captured graph reads the experts from where they have moved to."""
+    """A captured graph reads the experts from where they have moved to, and the CPU computes its part within it."""
     held = inputs(Case(5, 32, 4, 512, 256), torch.bfloat16)
-    residency, up, down = hosted(held, 8, {})
+    residency, up, down = hosted(held, 8, Stages())
     there = {name: held[name].to(DEVICE) for name in ("x", "picks", "weights")}  # type: ignore[union-attr]
     plan = Plan(Tile(16, 64, 64, swap=True), Tile(16, 64, 64, swap=True), False)
 
     def run() -> torch.Tensor:
-        residency.fetch(there["picks"])
-        return launch(plan, up=up, down=down, glu=Glu(), **there)
+        picks, join = residency.begin(there["x"], there["picks"], there["weights"], whole=False)
+        out = launch(plan, up=up, down=down, glu=Glu(), **{**there, "picks": picks})
+        assert join is not None
+        join(out)
+        return out
 
+    residency.helper.costs = COSTS["some"]  # type: ignore[union-attr]
     wanted, graph = run(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
@@ -122,4 +245,4 @@ def test_graph() -> None:
         for stack in (up, down):
             stack.stage.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(out, wanted)
+        close(out.cpu(), wanted.cpu().double(), 1.0, factor=8)

@@ -10,6 +10,7 @@ import torch
 
 from penstock.layers.rope import RopeSpec
 from penstock.ops.experts import Stack
+from penstock.ops.experts_hosted import Stages
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 from penstock.parallel.group import Group
@@ -68,8 +69,8 @@ class Build:
     context: Group | None = None
     """The ranks that divide the positions of every context."""
     tables: dict[RopeSpec, RopeTable] = field(default_factory=dict)
-    stages: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
-    """Of experts in host memory (ops/experts_hosted.py)."""
+    stages: Stages = field(default_factory=Stages)
+    """Of experts in host memory."""
 
     def rope(self, spec: RopeSpec) -> RopeTable:
         """The table of a rotation, one for all layers of an equal spec."""

@@ -156,8 +156,8 @@ class Experts:
         self.shared_gate = Linear(spec.gate, f"{path}.shared_gate", build) if spec.shared_gate else None
         self.counts = torch.zeros(spec.routing.experts, dtype=torch.int64, device=build.device)
         """The number of times each expert was picked. The last layer counts only steps in which every token runs to the end."""
-        self.residency = (Residency(self.up, self.down, build.stages) if isinstance(self.up, HostedStack)
-                          and isinstance(self.down, HostedStack) else None)
+        self.residency = (Residency(self.up, self.down, build.stages, spec.glu, self.up_bias, self.down_bias, spec.inward)
+                          if isinstance(self.up, HostedStack) and isinstance(self.down, HostedStack) else None)
         """If some experts are in host memory alone."""
         self.placement: torch.Tensor | None = None
         """[E, R] int32: where in the stacks an expert's R replicas are; -1 where another rank has it, unless `owners` says
@@ -227,11 +227,15 @@ class Experts:
             out = self._together(self._data, x, picks, weights)
             return out if self.shared is None else self._with_shared(out, x, step)
         places = picks if self.placement is None else placed(picks, self.placement)
+        apart = () if step.delta is None else step.delta.apart(self.path)
+        join = None
         if self.residency is not None:
-            self.residency.fetch(places)
+            places, join = self.residency.begin(x, places, weights, whole=bool(apart))
         told = self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward
         out = self.up.grouped.apply(x, places, weights, *told)
-        for rows, factors in () if step.delta is None else step.delta.apart(self.path):
+        if join is not None:
+            join(out)
+        for rows, factors in apart:
             out[rows] = changed(x[rows], picks[rows], places[rows], weights[rows], *told, factors)
         if self._reduce is not None:
             out = self._reduce(out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -99,10 +100,26 @@ class CpuHeadLinear:
 class CpuExperts(ExpertsOps):
     """The operation `experts` of one library: only picked experts are read, and a token's bits depend on itself alone."""
 
-    _ARGUMENTS = struct.Struct("16q")
+    _ARGUMENTS = struct.Struct("17q3dq")
 
     def __init__(self, owner: CpuOperations) -> None:
         self._owner = owner
+
+    @property
+    def run(self) -> Any:
+        """The library's function, of `told`."""
+        return self._owner.lib.penstock_experts
+
+    def told(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, up: torch.Tensor,
+             down: torch.Tensor, glu: Glu, up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, inward: bool, *,
+             inner: int = 0, stored: bool = False) -> bytes:
+        """The arguments of csrc/experts.cpp: sizes, and addresses of memory that must live as long as they are used. `stored`:
+        matrices [E, n, k] are as they are stored, not packed; n is a multiple of 16, and `out` float32. `inner`: F, else."""
+        return self._ARGUMENTS.pack(
+            x.data_ptr(), x.stride(0), picks.data_ptr(), weights.data_ptr(), up.data_ptr(), down.data_ptr(),
+            0 if up_bias is None else up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), out.data_ptr(),
+            *picks.shape, len(up), x.shape[1], inner or down.shape[2], _KINDS[glu.kind], inward, stored, glu.alpha, glu.limit,
+            glu.shift, _CODES[x.dtype])
 
     def pack(self, matrices: torch.Tensor) -> Stack:
         lib = self._owner.lib
@@ -121,11 +138,7 @@ class CpuExperts(ExpertsOps):
               inward: bool = False) -> torch.Tensor:
         assert x.dtype is up.dtype and x.stride(1) == 1 and picks.is_contiguous() and weights.is_contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
-        self._owner.lib.penstock_experts(self._ARGUMENTS.pack(
-            x.data_ptr(), x.stride(0), picks.data_ptr(), weights.data_ptr(), up.data.data_ptr(), down.data.data_ptr(),
-            0 if up_bias is None else up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), out.data_ptr(),
-            len(x), picks.shape[1], up.count, x.shape[1], down.k, _KINDS[glu.kind], inward), glu.alpha, glu.limit, glu.shift,
-            _CODES[x.dtype])
+        self.run(self.told(x, picks, weights, out, up.data, down.data, glu, up_bias, down_bias, inward, inner=down.k))
         return out
 
 

@@ -79,6 +79,9 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 class ExpertsOps:
     """The reference. An implementation has `pack` and `apply`, those of schemes `pack_stored`, those of GPUs `host`."""
 
+    invariant = False
+    """Sums are in one order, whatever the number of tokens."""
+
     def pack(self, matrices: torch.Tensor) -> Stack:
         """Packs [E, n, k] matrices of f32, f16 or bf16 into the layout that `apply` reads."""
         count, n, k = matrices.shape
@@ -103,40 +106,6 @@ class ExpertsOps:
         down: stack of [W, F]; biases [E, 2 F] and [E, W]. With `inward` (Llama 4) weights multiply the experts' inputs instead.
         Products accumulate in float32, inner results have x's dtype, picks are summed in float32 in their order. An
         implementation that is registered as batch_invariant gives a token the same bits in any company."""
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        shares = total.new_zeros(*picks.shape, x.shape[1])
-        for expert in picks.unique().tolist():
-            if expert < 0:
-                continue
-            token, place = (picks == expert).nonzero(as_tuple=True)
-            weight = weights[token, place, None]
-            taken = (x[token] * weight).to(x.dtype) if inward else x[token]
-            inner = glu(self._product(taken, up, expert, None if up_bias is None else up_bias[expert]))
-            result = self._product(inner, down, expert, None if down_bias is None else down_bias[expert]).float()
-            shares[token, place] = result if inward else result * weight
-        for place in range(picks.shape[1]):
-            total += shares[:, place]
-        return total.to(x.dtype)
-
-    def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [P, k], each row times the matrix of its pick [P] (-1: any result), plus that one's bias: [P, n]."""
-        out = x.new_zeros(len(x), stack.n)
-        for expert in picks.unique().tolist():
-            if expert >= 0:
-                rows = (picks == expert).nonzero()[:, 0]
-                out[rows] = self._product(x[rows], stack, expert, None if bias is None else bias[expert])
-        return out
-
-    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, stack.data[expert], bias)
-
-
-class LooseExperts(ExpertsOps):
-    """One product after another by the operation `linear`: any scheme that has a kernel there, only picked experts are read."""
-
-    def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-              inward: bool = False) -> torch.Tensor:
         count, flat = picks.shape[1], picks.flatten()
         order = flat.argsort(stable=True)
         shares, runs = weights.flatten()[order, None], list[tuple[int, int, int]]()
@@ -154,11 +123,27 @@ class LooseExperts(ExpertsOps):
             total += each[:, place]
         return total.to(x.dtype)
 
+    def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [P, k], each row times the matrix of its pick [P] (-1: any result), plus that one's bias: [P, n]."""
+        out = x.new_zeros(len(x), stack.n)
+        for expert in picks.unique().tolist():
+            if expert >= 0:
+                rows = (picks == expert).nonzero()[:, 0]
+                out[rows] = self._product(x[rows], stack, expert, None if bias is None else bias[expert])
+        return out
+
     def _runs(self, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None,
               runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """The products of rows that are sorted by expert; `runs`: (expert, its first row, their end). Nobody's are zeros."""
         return torch.cat([x.new_empty(0, stack.n), *(x.new_zeros(end - first, stack.n) if expert < 0 else self._product(
             x[first:end], stack, expert, None if bias is None else bias[expert]) for expert, first, end in runs)])
+
+    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, stack.data[expert], bias)
+
+
+class LooseExperts(ExpertsOps):
+    """One product after another by the operation `linear`: any scheme that has a kernel there, only picked experts are read."""
 
     def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(stack, Loose)

@@ -1,18 +1,20 @@
 """Experts in host memory: all matrices of a layer are pinned there, some have a slot on the device as well.
 
 A kernel copies the picked experts that have no slot over PCIe into a stage that all layers share, so that nothing is decided on
-the host and a CUDA graph can hold it; `where` says from which place the grouped GEMMs read an expert. Between steps, experts
-that were picked more often get the slots of others (`Residency.promote`)."""
+the host and a CUDA graph can hold it; `where` says from which place the grouped GEMMs read an expert. In short steps the CPU
+computes some of them instead (ops/experts_helped.py). Between steps, experts that were picked more often get the slots of
+others (`Residency.promote`)."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.ops.experts import ExpertsOps, Stack
+from penstock.ops.experts import ExpertsOps, Glu, Stack
+from penstock.ops.experts_helped import Absent, Helper, helper
 
 _EVERY = 4096
 """The number of picks from which on all experts without a slot are copied: nearly all are picked."""
@@ -23,8 +25,13 @@ _BLOCK = 4096
 _GAIN = 1.25
 """An expert must be picked so many times as often as the one whose slot it takes."""
 
-Stages = MutableMapping[tuple[int, int, torch.dtype], torch.Tensor]
-"""By rows, columns and type of their matrices."""
+
+class Stages(dict[tuple[int, int, torch.dtype], torch.Tensor]):
+    """What layers share: stages by rows, columns and type of their matrices, and the CPU's side by tokens' width and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helpers: dict[tuple[int, torch.dtype], Helper | None] = {}
 
 
 class HostedStack(Stack):
@@ -46,8 +53,9 @@ class HostedStack(Stack):
 class Residency:
     """The experts of a layer that have a slot."""
 
-    def __init__(self, up: HostedStack, down: HostedStack, stages: Stages) -> None:
-        """`stages` has those of other layers, and gets this one's."""
+    def __init__(self, up: HostedStack, down: HostedStack, stages: Stages, glu: Glu, up_bias: torch.Tensor | None,
+                 down_bias: torch.Tensor | None, inward: bool) -> None:
+        """`stages` has those of other layers, and gets this one's. The others as `ExpertsOps.apply` takes them."""
         self.stacks = up, down
         slots, device = len(up.data), up.data.device
         for stack in self.stacks:
@@ -61,6 +69,16 @@ class Residency:
         self._missing = torch.empty(up.count - slots, dtype=torch.int32, device=device)
         self._scores = np.zeros(up.count)
         self._tell()
+        biases = (None if bias is None else bias.to(up.host.device) for bias in (up_bias, down_bias))
+        self._absent = Absent(self._missing, (up.host, down.host, glu, *biases, inward))
+        kind = up.k, up.dtype
+        if kind not in stages.helpers:
+            # The CPU sums in another order than the GPU, and 16 rows at a time.
+            alone = up.grouped.invariant or up.n % 16 or down.n % 16
+            stages.helpers[kind] = found = None if alone else helper(*kind, device)
+            if found is not None and device.type == "cuda":
+                found.measure(self._absent, self.fetch)
+        self.helper = stages.helpers[kind]
 
     def _tell(self) -> None:
         """Copies to the device where each expert is."""
@@ -72,6 +90,16 @@ class Residency:
             where[missing] = (stack.stage.data_ptr() - stack.data.data_ptr()) // stack.data.element_size()
             where[missing] += np.arange(len(missing)) * size
             _send(stack.where, where)
+
+    def begin(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor,
+              whole: bool) -> tuple[torch.Tensor, Callable[[torch.Tensor], None] | None]:
+        """Enqueues what brings the result of `picks` [T, K] about, besides the operation itself: copies, and the CPU's part.
+        Returns the picks that the operation is to compute, and what adds the others' results to its own. `whole`: all are."""
+        join = None
+        if self.helper is not None and not whole and self.helper.serves(picks):
+            picks, join = self.helper.share(self._absent, x, picks, weights)
+        self.fetch(picks)
+        return picks, join
 
     def fetch(self, picks: torch.Tensor) -> None:
         """Enqueues the copies of those of `picks` [T, K] that have no slot."""

@@ -218,6 +218,59 @@ def fetch(picks, total, missing, up, up_stage, down, down_stage, up_size, down_s
                      mask=word < down_size)
 
 
+@triton.jit(do_not_specialize=("total", "lacking"))
+def share(picks, weights, x, missing, kept, host_picks, host_weights, host_x, total, lacking, stride, link, first, more, call,
+          width: tl.constexpr, count: tl.constexpr, picked: tl.constexpr, most: tl.constexpr, slots: tl.constexpr,
+          gaps: tl.constexpr, block: tl.constexpr):
+    """Divides the experts of `missing` [lacking] that are among `total` <= `most` picks between the link and the CPU.
+
+    Those with the fewest tokens are the CPU's, as many as make the later of both end soonest: an expert takes `link` over the
+    link, and on the CPU `first` and `more` for each further token, behind `call`. Program t writes token t's picks [count] to
+    `kept`, -1 where they are the CPU's, and to the host those that are, their weights and the token."""
+    never: tl.constexpr = 1 << 30
+    token = tl.program_id(0)
+    number, gap, at = tl.arange(0, most), tl.arange(0, gaps), tl.arange(0, slots)
+    pick = tl.load(picks + number, mask=number < total, other=-1)
+    absent = tl.load(missing + gap, mask=gap < lacking, other=-2)
+    tokens = tl.histogram(tl.where(pick < 0, 0, pick), slots, mask=pick >= 0)
+    away = tl.histogram(tl.where(absent < 0, 0, absent), slots, mask=absent >= 0)
+    order = tl.sort(tl.where((tokens > 0) & (away > 0), tokens * slots + at, never))
+    asked = order < never
+    wanted = tl.sum(asked.to(tl.int32), 0)
+    behind = call + tl.cumsum(tl.where(asked, first + more * (order // slots - 1), 0.0), 0)
+    ends = tl.where(asked, tl.maximum(behind, (wanted - 1 - at) * link), float("inf"))
+    best = tl.min(ends, 0)
+    last = tl.where(best < wanted * link, tl.min(tl.where(ends == best, order, never), 0), -1)
+    place = tl.arange(0, picked)
+    mine = tl.load(picks + token * count + place, mask=place < count, other=-1)
+    among = tl.sum((mine[:, None] == pick[None, :]).to(tl.int32), 1)
+    lacks = tl.max((mine[:, None] == absent[None, :]).to(tl.int32), 1) > 0
+    given = lacks & (among * slots + mine <= last)
+    tl.store(kept + token * count + place, tl.where(given, -1, mine), mask=place < count)
+    tl.store(host_picks + token * count + place, tl.where(given, mine, -1), mask=place < count)
+    weight = tl.load(weights + token * count + place, mask=place < count)
+    tl.store(host_weights + token * count + place, weight, mask=place < count)
+    if tl.max(given.to(tl.int32), 0) > 0:
+        for begin in range(0, width, block):
+            column = begin + tl.arange(0, block)
+            found = tl.load(x + token.to(tl.int64) * stride + column, mask=column < width)
+            tl.store(host_x + token * width + column, found, mask=column < width)
+
+
+@triton.jit
+def join(picks, kept, found, out, width: tl.constexpr, count: tl.constexpr, picked: tl.constexpr, block: tl.constexpr):
+    """Adds the CPU's results, `found` [T, width] in float32 in host memory, to the tokens whose picks it had."""
+    token = tl.program_id(0)
+    place = tl.arange(0, picked)
+    mine = tl.load(picks + token * count + place, mask=place < count, other=-1)
+    left = tl.load(kept + token * count + place, mask=place < count, other=-1)
+    if tl.max((mine != left).to(tl.int32), 0) > 0:
+        column = tl.program_id(1) * block + tl.arange(0, block)
+        to = out + token.to(tl.int64) * width + column
+        y = tl.load(to, mask=column < width).to(tl.float32) + tl.load(found + token * width + column, mask=column < width)
+        tl.store(to, y.to(out.dtype.element_ty), mask=column < width)
+
+
 # -- grouped GEMMs
 
 

@@ -197,8 +197,6 @@ def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tens
 class TritonExperts(ExpertsOps):
     """The order of a product's summation may depend on the number of tokens."""
 
-    invariant = False
-
     def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
         coded = isinstance(stack, CodedStack)
         tile = choose_coded(1, 16, stack, stack, True).down if coded else Tile(16, 64, 128, stages=2, swap=True)

@@ -58,23 +58,14 @@ class BuildError(Exception):
 def _prototypes() -> dict[str, tuple[type | None, str]]:
     """Result and argument types of every exported function: p a pointer, i an int64, d a double, b packed bytes."""
     return {
-        "penstock_set_threads": (None, "i"),
-        "penstock_threads": (ctypes.c_int64, ""),
-        "penstock_packed_size": (ctypes.c_int64, "iii"),
-        "penstock_pack": (None, "ppiiiii"),
-        "penstock_linear": (None, "pipppiiiii"),
-        "penstock_coded_pack": (ctypes.c_int64, "piiiiiiip"),
-        "penstock_coded": (None, "b"),
-        "penstock_gather": (ctypes.c_int64, "pipiipi"),
-        "penstock_rms_norm": (None, "pppiiiiiddii"),
-        "penstock_add_rms_norm": (None, "ppppiiiiddii"),
-        "penstock_layer_norm": (None, "ppppiiidii"),
-        "penstock_rope_write": (None, "bddi"),
-        "penstock_cache_write": (None, "bi"),
-        "penstock_activation": (None, "pipiiiii"),
-        "penstock_attention": (None, "bddii"),
-        "penstock_experts": (None, "bdddi"),
-        "penstock_lora": (None, "bii"),
+        "penstock_set_threads": (None, "i"), "penstock_threads": (ctypes.c_int64, ""),
+        "penstock_packed_size": (ctypes.c_int64, "iii"), "penstock_pack": (None, "ppiiiii"),
+        "penstock_linear": (None, "pipppiiiii"), "penstock_coded_pack": (ctypes.c_int64, "piiiiiiip"),
+        "penstock_coded": (None, "b"), "penstock_gather": (ctypes.c_int64, "pipiipi"),
+        "penstock_rms_norm": (None, "pppiiiiiddii"), "penstock_add_rms_norm": (None, "ppppiiiiddii"),
+        "penstock_layer_norm": (None, "ppppiiidii"), "penstock_rope_write": (None, "bddi"),
+        "penstock_cache_write": (None, "bi"), "penstock_activation": (None, "pipiiiii"),
+        "penstock_attention": (None, "bddii"), "penstock_experts": (None, "b"), "penstock_lora": (None, "bii"),
         "penstock_mask": (None, "piipipi"),
     }
 

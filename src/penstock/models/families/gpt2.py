@@ -10,10 +10,9 @@ RULES = (
     Rule("[transformer.]wpe.weight", "positions.weight"),
     *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "attn.c_attn.*": ("attention.qkv.*", transposed),
         "attn.c_proj.*": ("attention.o.*", transposed), "ln_2.*": "mlp.pre.*", "mlp.c_fc.*": ("mlp.up.*", transposed),
-        "mlp.c_proj.*": ("mlp.down.*", transposed)}),
+        "mlp.c_proj.*": ("mlp.down.*", transposed), "attn.bias": None, "attn.masked_bias": None}),
     Rule("[transformer.]ln_f.*", "norm.*"),
     Rule("lm_head.weight", "head.weight"),
-    *Rule.named("[transformer.]h.#.", {"attn.bias": None, "attn.masked_bias": None}),
 )
 
 

@@ -7,6 +7,7 @@
 
 #include "dtypes.h"
 #include "pool.h"
+#include "products.h"
 
 namespace {
 
@@ -26,34 +27,6 @@ struct Arguments {
     int64_t line, spread, told;  // strides of data, gains and facts
     int64_t pieces, sizes[PIECES], inputs, down, up, gain, fact;
 };
-
-// inner [R][rank] = x A^T rounded to T, for A [rank, k] and R rows of x; rank is a multiple of VW. `room` lies between rows of
-// inner. There are always VW sums at once, whose lanes are added up together.
-template <class T, int R>
-void shrink(const T* const* x, const T* a, float* inner, int64_t room, int64_t rank, int64_t k) {
-    constexpr int C = VW / R;
-    for (int64_t j = 0; j < rank; j += C) {
-        vf sums[VW] = {};
-        const T* line = a + j * k;
-        auto add = [&](int64_t i, auto load) {
-            vf v[R];
-            for (int r = 0; r < R; r++) v[r] = load(x[r] + i);
-            for (int c = 0; c < C; c++) {
-                const vf w = load(line + c * k + i);
-                for (int r = 0; r < R; r++) sums[r * C + c] = fma(v[r], w, sums[r * C + c]);
-            }
-        };
-        int64_t i = 0;
-        for (; i + VW <= k; i += VW) add(i, [](const T* p) { return ::load(p); });
-        if (i < k) add(i, [&](const T* p) { return load_first(p, k - i); });
-        transpose(sums);
-        for (int half = VW / 2; half; half /= 2)
-            for (int s = 0; s < half; s++) sums[s] += sums[s + half];
-        const vf found = rounded<T>(sums[0]);
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) inner[r * room + j + c] = found[r * C + c];
-    }
-}
 
 // N vectors of results of R rows, of which `left` numbers are wanted: sums[r][v] = inner times rows of B^T, n apart.
 template <class T, int R, int N>
@@ -84,7 +57,7 @@ void several(const Arguments& a, const int32_t* rows, int64_t slot, float* inner
         const int64_t rank = told[a.fact + p], end = begin + a.sizes[p];
         if (!rank && !gains) continue;
         if (!a.known)
-            shrink<T, R>(x, data + (a.down + p * a.inputs) * width, inner, width, rank, a.inputs);
+            products<T, T, R>(x, data + (a.down + p * a.inputs) * width, inner, width, rank, a.inputs);
         else
             for (int r = 0; r < R; r++)
                 for (int64_t j = 0; j < rank; j += VW)
