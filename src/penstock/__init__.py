@@ -1,7 +1,5 @@
 """Penstock: a large language model inference engine. `from penstock import LLM, SamplingParams`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"

@@ -4,8 +4,6 @@ The prefix index calls a `Sink`; `Journal` is the sink that collects wire events
 a page is reported after its parent, and each tier is reported separately. The key of a page covers everything that its contents
 depend on (`cache/keys.py`), so a router that computes a request's keys knows where it is cached."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

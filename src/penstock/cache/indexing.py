@@ -1,7 +1,5 @@
 """Inserts computed pages into the prefix index: whole pages while a sequence runs, the partial last page when it ends."""
 
-from __future__ import annotations
-
 from penstock.cache.eviction import Evictor
 from penstock.cache.lookup import Lookup
 from penstock.cache.pool import Pools

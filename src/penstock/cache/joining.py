@@ -4,8 +4,6 @@ A leader is a running sequence with prompt tokens left to prefill. A follower wa
 leader has computed the shared prefix, has ended or was preempted; then it matches the prefix cache as usual. Leaders never
 wait, so there is no deadlock."""
 
-from __future__ import annotations
-
 from penstock.cache.prefix import TOKEN, common
 from penstock.core.sequence import Sequence
 

@@ -5,8 +5,6 @@ with equal keys hold equal bytes. The hash is BLAKE2b, because a cache shared be
 depends on nothing else, so it is the same in every process, on every machine and after every restart (docs/cache.md, "Keys";
 `SCHEMA` changes if this does)."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from array import array

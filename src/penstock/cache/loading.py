@@ -3,8 +3,6 @@
 A load belongs to no sequence: its pages enter the prefix index when they have arrived, and waiting sequences match them there
 like any others. So a sequence may end while it waits, several may wait for one load, and a failed load costs only time."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reports whole pages that were stored on or removed from the device, by content key, to the tiers and to the event sink."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

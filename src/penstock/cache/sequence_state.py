@@ -1,7 +1,5 @@
 """The cache's per-sequence state: its node in the prefix index, its content keys, and the load or leader it waits for."""
 
-from __future__ import annotations
-
 from penstock.cache import keys, media
 from penstock.cache.keys import Key
 from penstock.cache.prefix import TOKEN, Node

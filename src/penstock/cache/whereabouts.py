@@ -3,8 +3,6 @@
 Tiers know pages by name alone. The other facts of an event (the page's tokens and its parent) are recorded when the page is on
 the device; pages that a store has from an earlier run are not reported until then."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from itertools import count

@@ -3,8 +3,6 @@
 Owns the prompts (`skills`, `calling`), their grading (`item`), the suite that they make (`suite`), and the packaged model's
 folder. No torch, no engine: training and evaluation both build on it. `training/canary` in the repository trains the family."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from penstock.core.errors import ModelError

@@ -2,8 +2,6 @@
 
 Owns these prompts and their tool schemas. `skills` has the rest and says what a generator is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Training prompts and graded prompts are held apart by construction: every prompt has a `key`, the substance of its question
 without its wording, and a hash of it says on which side it is (`held_out`). Each side discards the other's."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -3,8 +3,6 @@
 A generator takes a random source and a `span` from 0 (easy) to 1 (long) and makes an Item. Everything follows from the random
 source, so a seed gives the same prompts everywhere."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Prompts follow from the skill's name and the number asked for, and are of the held-out side only (`Item.held_out`), from easy to
 long in equal steps. `penstock eval` and the tests ask the model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Model folders: where they are, and what their small files and tensor headers say. No torch; tensors are read by `models/`."""
 
-from __future__ import annotations
-
 from penstock.checkpoint.config import read_config
 from penstock.checkpoint.generation import eos_ids, read_generation_config
 from penstock.checkpoint.hub import resolve_folder

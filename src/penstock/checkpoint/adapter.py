@@ -1,7 +1,5 @@
 """Adapter folders as PEFT writes them: adapter_config.json, checked, and the digest of their contents."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

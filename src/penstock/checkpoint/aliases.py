@@ -1,7 +1,5 @@
 """Short names for models, in a small file of the user's: a JSON object of name and folder or hub id."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

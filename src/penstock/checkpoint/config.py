@@ -1,7 +1,5 @@
 """config.json of a model folder: the file, and the text part of a nested one. `models/config.py` interprets its values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

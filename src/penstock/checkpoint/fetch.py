@@ -2,8 +2,6 @@
 
 huggingface_hub begins a file again after a break; that costs hours for large ones. It links the finished ones."""
 
-from __future__ import annotations
-
 import hashlib
 import urllib.request
 from pathlib import Path

@@ -1,7 +1,5 @@
 """generation_config.json: a model's own sampling defaults and end-of-sequence tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 
 Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian)."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import re

@@ -1,8 +1,6 @@
 """A GGUF file as a model's folder: the small files that a Hugging Face folder has, written once into a cache, beside links to
 the file itself. Everything that reads folders reads it then."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,8 +1,6 @@
 """The tokenizer in a GGUF file's metadata, as the files that a Hugging Face folder has for it: tokenizer.json for BPE,
 tokenizer.model for SPM, tokenizer_config.json with special tokens and chat template."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

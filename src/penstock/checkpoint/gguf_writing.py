@@ -2,8 +2,6 @@
 
 `gguf_model.py` and `gguf_text.py` read what is written here; tables of names are theirs."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

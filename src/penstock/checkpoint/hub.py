@@ -1,7 +1,5 @@
 """Resolves a model's name to a folder on this machine: a local folder, the packaged model, or a hub id, which is downloaded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Turns hidden states into one vector: by the modules of a sentence-transformers folder, or by the default of decoders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Look after a folder of cached pages (option --cache-disk): what is in it, how large it is, whether it is whole.
 Engines may go on using the folder meanwhile: nothing here locks, and whatever is removed is computed again."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Tool calls of `penstock chat`: reads the tools' file, and gathers calls from the chunks of a streamed answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

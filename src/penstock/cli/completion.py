@@ -1,8 +1,6 @@
 """Print a script that completes commands and flags in a shell: `penstock completion bash`, `zsh` or `fish`.
 Load it from the shell's start file: eval "$(penstock completion bash)", or in fish: penstock completion fish | source"""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`penstock info --experts`: how often each layer's experts are picked while the engine answers graded prompts."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import asdict

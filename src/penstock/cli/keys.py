@@ -1,8 +1,6 @@
 """Make, list and revoke API keys in a file for penstock serve --keys-file. A running server notices within a second.
 A key is printed once, when it is made; the file holds its hash."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

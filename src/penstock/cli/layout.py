@@ -1,7 +1,5 @@
 """`--layout auto` of the commands: fills in ranks, stages and replicas."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict, replace
 

@@ -3,8 +3,6 @@
 A subcommand is a module of this package, or a part of `models.py`, with `add(parser)`, which declares its arguments, and
 `run(args) -> int`, which returns the exit code. Only the chosen one is imported, so that `penstock --help` costs nothing."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The arguments that name a command's model: MODEL, or --model as in vLLM's start scripts."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

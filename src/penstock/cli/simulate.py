@@ -2,8 +2,6 @@
 
 A trace is Azure's or Vidur's CSV or Mooncake's JSON lines; lines may have `class`, `tenant` and `deadline` besides."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Resolves options against the model and the device: every default and every conflict between options. Pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 A field's name is its keyword in `LLM(...)` and, with dashes, its flag; names are vLLM's where the meaning is the same. Nothing
 is resolved here: `options.py` checks single values, `resolve.py` everything that depends on the model and the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

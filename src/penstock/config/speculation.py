@@ -1,7 +1,5 @@
 """Settings of speculative decoding, from Penstock's own options or vLLM's `speculative_config`. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -1,7 +1,5 @@
 """Sizes of the cache tiers behind the device, from the options and the page layout. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from penstock.config.schema import EngineOptions

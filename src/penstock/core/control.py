@@ -1,7 +1,5 @@
 """The messages between an engine and its ranks in other processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Facts about a device, by which kernels are chosen and memory is planned. `platform/facts.py` finds them out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 _GIB = 1 << 30

@@ -3,8 +3,6 @@
 Raised only where a user can still do something about it: in `config`, in `models` while loading, in `server`, and in
 `engine.submit`. Below those, a broken invariant is an `AssertionError`."""
 
-from __future__ import annotations
-
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose."""

@@ -4,8 +4,6 @@ A group is the states of equal retention, most often one of each layer. A page h
 positions, or one snapshot of each, so that any tier can move it in one copy. The arena is cut into equal slabs; a slab is lent
 to a group and carved into its pages, so groups of different page sizes trade memory with no fixed ratio."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

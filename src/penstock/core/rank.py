@@ -1,7 +1,5 @@
 """Facts that a rank reports while it starts. The engine plans by these alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

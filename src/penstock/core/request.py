@@ -1,7 +1,5 @@
 """Messages between a frontend and the engine: requests in, updates out. Plain data, encodable by msgspec."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

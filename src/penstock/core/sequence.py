@@ -1,7 +1,5 @@
 """One continuation of a request and its progress. There are no phases: the positions left to plan are `goal - planned`."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

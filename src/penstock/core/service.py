@@ -1,7 +1,5 @@
 """Classes of service: what each promises, what it is owed, and how requests name it; `scheduler/promises.py` keeps it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from pathlib import Path

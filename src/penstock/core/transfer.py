@@ -3,8 +3,6 @@
 A page behind the device lies in a slot of the host's arena, which is cut as the device's is (`core/layout.py`), or in a store
 under the name of what is in it. Transfers are carried out in the order of plans."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import msgspec

@@ -1,7 +1,5 @@
 """The messages between the engine and ranks in other processes: msgpack by msgspec, typed on both sides, never pickled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

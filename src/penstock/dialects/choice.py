@@ -1,7 +1,5 @@
 """Selects a model's dialect by name or from its chat template."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

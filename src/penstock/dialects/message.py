@@ -1,7 +1,5 @@
 """A parser's output: events, which arrive while an answer grows, and the message that they build."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

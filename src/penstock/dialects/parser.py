@@ -3,8 +3,6 @@
 One machine parses every dialect from its description. It is written as if the whole text were present and suspends where text
 is missing, so the result cannot depend on the pieces."""
 
-from __future__ import annotations
-
 import secrets
 import string
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Reads a growing text. The methods of a reader are generators that yield where they need more text, so a form is parsed as
 if all text were present, and the boundaries of the pieces have no effect."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -3,8 +3,6 @@
 Each one-token request matches its beam in the prefix cache, so it computes one position and shares all pages but the last. A
 frontend sees one request whose answers arrive at the end, best first. The rules are those of Hugging Face's generate."""
 
-from __future__ import annotations
-
 import heapq
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Admission of constrained requests: each waits outside the scheduler's queue until its grammar is compiled."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@
 the last submitted plan, once for each plan with masked segments, and for no other plan; `drafts` comes before where the masks
 depend on drafts that the worker writes."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading

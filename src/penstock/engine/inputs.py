@@ -2,8 +2,6 @@
 
 Runs in the frontend, so that a bad request is refused before it reaches the engine."""
 
-from __future__ import annotations
-
 import random
 import time
 from array import array

@@ -1,7 +1,5 @@
 """The layout that `--layout auto` and `LLM(layout="auto")` find: looks at the GPUs and the model's files."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

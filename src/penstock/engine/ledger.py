@@ -1,7 +1,5 @@
 """The ledger of a request: where its time went, from its arrival at the engine's frontend on."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

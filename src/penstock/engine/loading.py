@@ -1,7 +1,5 @@
 """Loading of a frontend's files from a model's folder, for `LLM` and `AsyncLLM`: tokenizer, template, defaults, end tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

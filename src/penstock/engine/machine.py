@@ -1,7 +1,5 @@
 """A machine that has some ranks of an engine on another one: starts their processes, and ends with the first of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The ranks of an engine: the interface of one, and several as one."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace

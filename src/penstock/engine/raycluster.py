@@ -3,8 +3,6 @@
 The ranks and their connections are those of machines started by hand (`engine/machine.py`, `engine/remote.py`); Ray carries no
 tensor and no plan. The process that has the engine is Ray's driver, so that actors end with it, whatever happens."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Sets up the tiers behind the device: the engine's bookkeeping, and the stores and memory that the worker needs."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The open requests of a frontend: whose they are, how far they have come, and the statistics that this gives."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 
 Jobs release the GIL where they can (tokenizers, pipes); others call `checkpoint` between pieces, where a cancelled job ends."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -3,8 +3,6 @@
 A pattern accepts no string that its specification forbids. Some patterns accept less than the specification: leap seconds only
 at 23:59:60Z, host names without punycode, e-mail addresses without quoted local parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _HEX = "[0-9a-fA-F]"

@@ -1,7 +1,5 @@
 """JSON Schema keywords that are ignored as annotations, refused with a reason, or have subschemas."""
 
-from __future__ import annotations
-
 ANNOTATIONS = frozenset({
     "title", "description", "default", "examples", "example", "$comment", "$schema", "$id", "id", "$anchor", "$defs",
     "definitions", "$vocabulary", "deprecated", "readOnly", "writeOnly", "discriminator", "xml", "externalDocs",

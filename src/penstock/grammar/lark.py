@@ -1,7 +1,5 @@
 """Parses users' Lark grammars far enough to check the schemas embedded in them and to find rules that never end."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 
 Serializers that sort keys lose the author's order in `properties`, which llguidance writes, but not in the list `required`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

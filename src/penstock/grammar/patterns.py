@@ -2,8 +2,6 @@
 
 A few characters differ in meaning and would accept strings that the schema forbids. llguidance refuses unknown syntax."""
 
-from __future__ import annotations
-
 import re
 
 _SPACE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"

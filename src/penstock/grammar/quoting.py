@@ -2,8 +2,6 @@
 marks, backslashes and line breaks escaped. The result is exact, except that it excludes control characters without a short
 escape."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

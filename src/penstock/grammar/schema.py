@@ -4,8 +4,6 @@ pointer.
 `enforceable` returns a schema with the same valid values, all of whose keywords llguidance enforces. Nothing is approximated: a
 keyword that cannot be kept exactly raises `UnenforceableError`. `compiling.py` compiles."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

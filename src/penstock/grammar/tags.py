@@ -1,7 +1,5 @@
 """Converts structural tags to structures: vLLM's older form (structures and triggers) and its newer one (a tree of formats)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from penstock.core.errors import RequestError

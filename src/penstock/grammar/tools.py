@@ -1,7 +1,5 @@
 """Compiles the structure of an answer (`core/structure.py`) to one Lark grammar."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

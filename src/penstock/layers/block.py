@@ -2,8 +2,6 @@
 
 The stream is carried as a sum not yet done, `residual + delta`, so that the addition can be part of the next norm's kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

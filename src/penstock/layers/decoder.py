@@ -1,7 +1,5 @@
 """The one decoder that every family is: embedding, blocks, a last norm, the head. Built from a ModelSpec and loaded values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

@@ -5,8 +5,6 @@ states enters by itself, rotary embeddings as the frequencies that they have at 
 because two implementations of an operation agree within a tolerance only. A new field is in it the day it appears; a value of a
 kind that is not known here is an error, never left out."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -2,8 +2,6 @@
 
 A checkpoint's matrices may be joined (q, k and v; gate and up), and an activation may follow in the kernel (`Activated`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Norms: their descriptions, and the layers in two forms: of a tensor, and of the stream after a branch's result is added."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

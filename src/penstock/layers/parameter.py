@@ -2,8 +2,6 @@
 
 Memory is planned and a checkpoint checked by these, before a byte of it is read."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import Enum

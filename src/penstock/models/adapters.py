@@ -1,7 +1,5 @@
 """Reads a LoRA adapter's tensors for a model: which projection each belongs to, checked by names and shapes, cut for a rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

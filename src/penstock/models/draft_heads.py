@@ -1,8 +1,6 @@
 """Draft heads as data: EAGLE heads in folders of their own, and the layer for multi-token prediction (MTP, NEXTN) inside a
 target's checkpoint. They are recognised by their configs and by the names of their tensors; one decoder runs them all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

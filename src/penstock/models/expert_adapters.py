@@ -1,7 +1,5 @@
 """An adapter's matrices for the experts of mixtures, as PEFT writes them: those of modules, or of stacked parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The modules are run once without numbers (on the meta device): each call of attention is seen, and what cannot be driven by
 `layers/foreign.py` is refused by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A checkpoint's safetensors files in memory: mapped, and read a tensor at a time. Nothing here knows what a tensor means."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Parts of the spec that Llama-like configs describe with the same keys. A family calls these, and adds only what differs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

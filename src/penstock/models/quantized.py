@@ -1,7 +1,5 @@
 """Writes a plain model's folder quantized: module by module, in shards, with everything else of the folder beside them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

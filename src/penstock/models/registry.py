@@ -1,7 +1,5 @@
 """Finds the family of a config. Families are discovered by listing their folder; there is no list to maintain."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

@@ -1,7 +1,5 @@
 """One rank's share of a checkpoint: which part of each stored tensor it reads, and where that goes in its own parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

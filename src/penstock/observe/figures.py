@@ -2,8 +2,6 @@
 
 Owned by one event loop; nothing here locks. An observation costs well under a microsecond, so every token may be observed."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable
 

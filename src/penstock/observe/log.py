@@ -1,7 +1,5 @@
 """The log of a server: one line an event, to standard error, as text or JSON. Prompts and answers never enter it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

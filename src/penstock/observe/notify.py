@@ -1,7 +1,5 @@
 """Tells a service manager how a server is: systemd's protocol (sd_notify), which is a datagram to the socket it names."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """Activations of the feed-forward layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

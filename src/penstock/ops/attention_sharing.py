@@ -4,8 +4,6 @@
 neighbours, and ranges of different k nest like the nodes of a prefix tree. A segment joins at most one group, the groups that
 save most reads are chosen, and a group is cut into tiles of queries."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

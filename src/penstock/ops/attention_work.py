@@ -8,8 +8,6 @@ a kind, a function of the geometry alone. `Launch` is the number of its items an
 A narrow tile may also hold the single queries of several segments with a shared prefix (`attention_sharing.py`): some items
 then have all of its queries for the keys of the prefix, and others have one query each for that segment's own keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Codes of few bits in bytes, and small floating point formats as tables. Layouts of other programs are turned into these."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 

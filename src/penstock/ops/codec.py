@@ -4,8 +4,6 @@ A codec is an entry of `CODECS`. Its `Coding` of keys and of values says all tha
 `encode` and `decode` here are its definition, and the oracle of the kernels. Kernels read codes in their inner loop: a scale of
 a whole head's vector is applied to the score (keys) or to the weight (values), never to the vector."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple

@@ -2,8 +2,6 @@
 
 ggml-common.h has their layout. `quant/gguf_blocks.py` defines what all block types mean."""
 
-from __future__ import annotations
-
 import torch
 
 NAMES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")

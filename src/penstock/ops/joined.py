@@ -1,7 +1,5 @@
 """Matrices that are read together, as q, k and v, but stored in several ways: each by its kernel, with outputs side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

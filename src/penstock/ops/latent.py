@@ -1,7 +1,5 @@
 """The operations of latent attention (MLA) beside attention itself: the write of latents, and products with a matrix a head."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops.norm import rms_norm

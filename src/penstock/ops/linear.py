@@ -2,8 +2,6 @@
 
 A weight is packed once after loading, into the layout of the implementation that will read it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Long messages between ranks: at once, or in runs of rows, one travelling while the next is computed. Registers `messages`."""
 
-from __future__ import annotations
-
 from penstock.ops.registry import register
 
 LEAST = 1024

@@ -3,8 +3,6 @@
 Owns the compiler command, the cache of built libraries and the prototypes of the kernels' C ABI. ops/cpu.py calls the kernels.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

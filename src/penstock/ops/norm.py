@@ -1,7 +1,5 @@
 """Normalisations over the last dimension. Statistics are float32 whatever the input."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Rows of activations as they travel to other ranks' experts: as they are, or in eight bits. Registers `payload`."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops.registry import register

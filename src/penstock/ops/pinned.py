@@ -1,7 +1,5 @@
 """Host memory that is page-locked (pinned) in place, from which a GPU copies by itself."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch

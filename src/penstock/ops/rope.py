@@ -1,7 +1,5 @@
 """Query and key norms, rotary position embedding and the write into the paged cache: one fused operation."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops.norm import rms_norm

@@ -2,8 +2,6 @@
 
 `Routing` describes a router's arithmetic as data. The router's own matrix is not part of it: `route` takes its logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

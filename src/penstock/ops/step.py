@@ -1,7 +1,5 @@
 """From segments to flat arrays: the token and position of each query, and the cache slot that its entry is written to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The axes of parallelism and each rank's place on them. Uses no tensors, so that engine and options can read it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -2,8 +2,6 @@
 
 Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 
 Figures are those of the table in docs/parallel.md ("On paper"), which bench/layouts.py prints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 A step is a round: all ranks first agree on its size, those without tokens too. While no rank has any, nobody agrees on
 anything; the first that has some calls the others by a number in memory that all map."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable

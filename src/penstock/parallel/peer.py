@@ -1,8 +1,6 @@
 """Short messages between the GPUs of one machine through memory that all of them map (CUDA's peer access, by torch's symmetric
 memory). The kernel is in peer_kernel.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

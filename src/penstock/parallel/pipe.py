@@ -2,8 +2,6 @@
 
 Both sides know from the plan how much comes, and in which order."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 Every rank decides the same from the same counts, so that nothing has to be agreed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Of two ranks each has all sums, and norms them. Of more, each has the sums of its share of every run, adds them to its share of
 the stream, norms them, and the ranks gather what is normed (Korthikanti et al. 2022, "sequence parallelism")."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

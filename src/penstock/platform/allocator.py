@@ -1,7 +1,5 @@
 """Settings of the C library's allocator for a process that computes steps on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -1,7 +1,5 @@
 """Facts about the machine, by which kernels are chosen and memory is planned. No kernel and no policy lives here."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

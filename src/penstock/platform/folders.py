@@ -1,7 +1,5 @@
 """The folder for files that are built for this machine and kept between runs."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from functools import cache

@@ -1,7 +1,5 @@
 """PyTorch's profiler around work of this process, written as a trace that chrome://tracing and Perfetto open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

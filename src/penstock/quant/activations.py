@@ -1,8 +1,6 @@
 """Activations that a scheme quantizes before a product. The scheme's definition of the product is: these numbers times the
 decoded matrix. Kernels that multiply codes give the same up to the order of sums."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -2,8 +2,6 @@
 
 The readers of `dialects/` choose a form for each module of a checkpoint by its `quantization_config`."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from abc import ABC, abstractmethod

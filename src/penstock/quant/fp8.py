@@ -1,7 +1,5 @@
 """FP8: float8_e4m3fn codes with a scale for each row or each block of 128 x 128, and FP8 activations or plain ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

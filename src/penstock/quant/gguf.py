@@ -1,7 +1,5 @@
 """The block types of GGUF files. A matrix stays as the file has it, in rows of blocks; `gguf_blocks.py` says what they mean."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Numbers as GGUF blocks. The types of 32 columns are rounded to nearest as ggml's reference quantizers do it; Q4_K and Q6_K by
 the range of each group, without ggml's search for better scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

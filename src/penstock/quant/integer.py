@@ -1,7 +1,5 @@
 """Integers: int8 with a scale for each row, and codes of 2, 3, 4 or 8 bits with a scale for each group of columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Small floating point numbers in short blocks: MXFP4, MXFP8 (OCP Microscaling Formats 1.0) and NVIDIA's NVFP4. Activations are
 not quantized: products of FP4 with FP4 need the units of Blackwell."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

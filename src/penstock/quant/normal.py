@@ -2,8 +2,6 @@
 
 The tables are those of the QLoRA paper (Dettmers et al. 2023, appendix E) and of bitsandbytes' FP4."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

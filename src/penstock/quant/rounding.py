@@ -1,7 +1,5 @@
 """GPTQ (Frantar et al. 2022): columns are rounded one after another, and later ones are changed to make up for each error."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops.bits import pack, spread

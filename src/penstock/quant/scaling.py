@@ -1,8 +1,6 @@
 """Scales of a projection's inputs that make its matrix (AWQ) or its activations (SmoothQuant) easier to round. Products stay
 as they were: columns are multiplied by what the preceding norm or matrix is divided by."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

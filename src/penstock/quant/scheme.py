@@ -4,8 +4,6 @@ A new scheme is one file with a frozen dataclass. Loading, dummy weights, the me
 kernel for it is registered as the operation `linear.<name>` (`ops/registry.py::Kernels.linear_for`); where none can serve, the
 matrix stays as it is stored, and `quant/decoding.py` decodes it in tiles whenever it is read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

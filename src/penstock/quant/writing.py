@@ -2,8 +2,6 @@
 
 `quant/dialects/compressed_tensors.py` reads what is written here."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

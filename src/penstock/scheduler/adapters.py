@@ -1,7 +1,5 @@
 """Assigns adapters to the device's slots and evicts the least recently used. Pure bookkeeping, without loading."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 

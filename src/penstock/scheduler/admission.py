@@ -4,8 +4,6 @@ A refusal says what would be accepted. Waiting sequences enter in the policy's o
 without room for its known context, but only `PASSES` times, so that no sequence starves. A sequence that waits for another's
 prefill (`cache/joining.py`) or for pages being loaded does not block others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 If pages run out, the last sequence in the policy's order is preempted; it restarts later from what the cache still holds. The
 first in order can always make progress, so there is no livelock."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 from penstock.core.sequence import Sequence

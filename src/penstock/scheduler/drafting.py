@@ -1,7 +1,5 @@
 """Decides how many tokens are drafted per sequence. `worker/drafting.py` is the drafters' interface."""
 
-from __future__ import annotations
-
 import logging
 import math
 from array import array

@@ -3,8 +3,6 @@
 The rates are those at which prompts were computed and admitted while somebody was left waiting; until then, those of the model
 of step time."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

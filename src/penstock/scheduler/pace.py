@@ -1,7 +1,5 @@
 """The prefill budget of a step while other sequences decode."""
 
-from __future__ import annotations
-
 import math
 
 from penstock.core.sequence import Sequence

@@ -1,7 +1,5 @@
 """Requests that pool hidden states: what their segments report, and the vector that comes of it. They choose no tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.core.plan import StepResult, Want

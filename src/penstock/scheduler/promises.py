@@ -5,8 +5,6 @@ each of its classes one by its weight. A tenant that had more than the least ser
 among the others the earliest deadline of a first token is first. A tenant that comes back starts where the least served one is:
 nothing is saved up. Waiting sequences gain on the others, and every deadline comes, so nobody waits for ever."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

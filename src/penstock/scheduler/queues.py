@@ -1,8 +1,6 @@
 """The places of sequences: waiting in the policy's order, running in a row, or in a plan in flight. Rows that are taken and
 left are collected here for the next plan. `admission.py` and `batch.py` decide who moves."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 from penstock.cache.manager import Cache

@@ -1,7 +1,5 @@
 """Reads the flat arrays of a step's result by segment, and takes each segment's tokens into its sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 

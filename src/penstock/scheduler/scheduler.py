@@ -4,8 +4,6 @@ There are no phases: each running sequence has positions left to compute and get
 position, prefill of more; the code does not distinguish them. `batch.py` and `admission.py` decide which sequences run, and
 `queues.py` keeps the place of each."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 

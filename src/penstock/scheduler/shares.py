@@ -1,8 +1,6 @@
 """Rows and steps are shared by clients' requests: one with many choices, prompts or beams gives rows back where others wait for
 one, and its rows take turns beside requests with few."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 

@@ -1,7 +1,5 @@
 """A plan as the scheduler remembers it until its result is applied."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from penstock.core.plan import Want

@@ -1,7 +1,5 @@
 """The access log: one line for each request that has ended, at info. Prompts and answers never enter it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form; and the folder that --lora-dir watches."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence

@@ -1,7 +1,5 @@
 """The operator's routes: health, readiness, load, metrics, version."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypedDict
 

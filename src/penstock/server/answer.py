@@ -1,7 +1,5 @@
 """Answers that every room of the server gives: JSON, whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

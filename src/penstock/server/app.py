@@ -1,7 +1,5 @@
 """The web application: maps routes to their handlers, and wraps them in middleware."""
 
-from __future__ import annotations
-
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware

@@ -2,8 +2,6 @@
 
 Unknown fields are refused, but for those that a dialect lists as harmless: they are ignored, and named in a header."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container
 from typing import Any, TypeVar

@@ -2,8 +2,6 @@
 
 The rest of `server/` knows no dialect. A dialect is a package beside `openai/` with one `Dialect`, listed in `app.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

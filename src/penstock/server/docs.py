@@ -1,7 +1,5 @@
 """/docs: the OpenAPI document as one page for people. It is written here, whole, so that it needs no network and no script."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

@@ -3,8 +3,6 @@
 The answer is always JSON, from every route and also where there is no route; its shape is the dialect's
 (`dialect.ErrorShapes`), which the gate has put into the request's scope."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

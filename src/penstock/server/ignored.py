@@ -1,7 +1,5 @@
 """The response header `x-penstock-ignored`: names the fields of a request that were accepted and changed nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from urllib.parse import quote
 

@@ -3,8 +3,6 @@
 The format is one JSON object a line; `penstock keys` writes it. A key itself is nowhere but with its holder: keys are 256
 random bits, so a plain hash of one tells nothing about it."""
 
-from __future__ import annotations
-
 import math
 import os
 import secrets

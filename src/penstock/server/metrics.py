@@ -2,8 +2,6 @@
 
 The registry belongs to one app. Everything is collected when scraped; nothing is formatted on the path of a token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 

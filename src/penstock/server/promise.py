@@ -1,7 +1,5 @@
 """A request's class of service and deadline, and whether it would rather wait, from its body, its headers and its key."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 
 It tells counts, times and ids of all tenants' requests, never their text, so among several keys it needs an admin's."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """State that all routes share: the engine's frontend, the served names, limits, tenants, and whether the server is draining."""
 
-from __future__ import annotations
-
 import time
 
 from penstock.config.schema import ServerOptions

@@ -1,7 +1,5 @@
 """Stored objects over HTTP: whose they are, 404 for those that are not there, and pages of lists."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

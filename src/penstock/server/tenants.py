@@ -4,8 +4,6 @@ The time to first token reveals whether a prompt was cached, so requests with di
 is a keyed hash made here, never a name sent by a client, so no client can choose another's namespace. A request's own
 cache_salt divides its tenant's namespace further."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

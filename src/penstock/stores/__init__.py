@@ -4,8 +4,6 @@ A store maps names to byte strings. The reader verifies integrity, identity and 
 loses, truncates or mixes up data costs time but never a wrong token. Stores know neither tensors nor the prefix index. Their
 operations raise only OSError or subclasses and may be called from many threads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Change detection for stores that can only list everything: the difference to the previous listing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from penstock.core.transfer import PageName

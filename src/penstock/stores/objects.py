@@ -3,8 +3,6 @@
 fsspec comes with the extra `remote`; a protocol may need a package of its own (s3fs for s3), which fsspec names. Bounding the
 size is the bucket's affair (its lifecycle rules); nothing is deleted here but what is broken."""
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Opens the stores that the user's options name: the kinds of stores, and the URL schemes of each. The engine's half and the
 ranks open their own; they share only the stored data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

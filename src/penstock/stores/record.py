@@ -4,8 +4,6 @@ Header, 80 bytes, little-endian: magic, version (16 bytes), cache group (4), key
 page (4, `checksum`), CRC-32 of the header so far (4), zeros. The checksums detect damage, not tampering: any process that can
 write to the store can forge pages."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 

@@ -4,8 +4,6 @@ Each version has its own folder or namespace in a store and is part of every pag
 never used, even if names are mixed up. The version does not cover the weights, whose hash is not known yet when stores are
 opened: keys do, because their root includes the hash of all bytes of the weights (`cache/keys.py::root`)."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b

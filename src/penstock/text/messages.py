@@ -2,8 +2,6 @@
 
 `template.py` determines that shape by rendering small trial conversations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Vocabularies in sentencepiece's tokenizer.model, run by the sentencepiece library."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stop strings in a stream: finds the first match, and holds back text that may be the beginning of one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

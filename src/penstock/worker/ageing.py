@@ -3,8 +3,6 @@ leave the device, decoded when they come back.
 
 Both are functions of the bytes of whole pages, run by the lane that copies them, on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The cache's bytes: one arena, and each state's view of its pages in it."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence

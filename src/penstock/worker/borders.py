@@ -3,8 +3,6 @@
 A threshold is a number of 32 bits that sorts like its logit. It is found eight bits at a time: each rank adds up the weight of
 its tokens by their next eight bits, the ranks exchange these 256 sums, and go on below the same bits. Sums are float64."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops.sample import Column, Feature

@@ -2,8 +2,6 @@
 
 One block at a time, as its matrices are asked for: the moments of a whole model would take more memory than the model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Training-time test (Li et al. 2025): each draft of several tokens is unrolled at every place, on the head's own states, so that
 the head learns from what it will meet. The loss is the cross entropy of the target's distribution over the draft vocabulary."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Dummy plans, for measuring memory, capturing CUDA graphs, rehearsing kernel launches, and idle ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from penstock.core.layout import CacheLayout

@@ -1,7 +1,5 @@
 """Loads in flight, and the results that the movers' threads report."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

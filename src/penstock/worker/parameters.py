@@ -1,7 +1,5 @@
 """Sampling parameters of the rows: a table on the device, which the kernels read, and the host's copy for launching them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -2,8 +2,6 @@
 
 The main thread does all work; a second one says twice a second that the process lives."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -2,8 +2,6 @@
 
 Call `survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` may be called at any time."""
 
-from __future__ import annotations
-
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 A C++ function (`csrc/pages.cpp`) reads several files per call and computes their checksums, because a dozen Python threads that
 take the GIL ten times per page wait for it. Where it cannot be built, and for other stores, pages are read singly."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

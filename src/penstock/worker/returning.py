@@ -2,8 +2,6 @@
 
 The first stage takes in a step's tokens when a later one needs one of its rows: none waits for what it does not need."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

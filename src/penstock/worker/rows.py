@@ -3,8 +3,6 @@
 A row is an index into every table here. Tokens live on the device, so that a step can be planned before the tokens of the
 previous step are known. The host decides pages and parameters, keeps them in host arrays, and copies changes to the device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Runs a model's forward pass for plans: by a captured CUDA graph where one fits, else eagerly."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.core.plan import Ints, StepPlan

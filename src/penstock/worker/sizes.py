@@ -1,7 +1,5 @@
 """GEMM row buckets: steps are padded to few sizes, so that every kernel that cuBLAS may pick is loaded at start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 _MULTIPLES = ((64, 1), (256, 16), (512, 32), (1024, 64), (8192, 128))

@@ -1,7 +1,5 @@
 """Daemon threads for work that may hang: they do not keep the process alive if a disk or server never answers."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -7,8 +7,6 @@ is then moved to the front: tokens, cache entries, and what followers of the ste
 
 Rows whose sampling looks at earlier tokens (penalties, bad words, masks), and those without room for a tree have chains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

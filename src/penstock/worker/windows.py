@@ -1,7 +1,5 @@
 """A model that reads windows of text as prompts, outside of an engine: for calibration and for training what drafts for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

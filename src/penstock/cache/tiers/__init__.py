@@ -4,8 +4,6 @@ Transfers are part of plans. Within a plan the order is: saves, page copies (`co
 saved page may be reused by a copy, a load or a sequence of the same plan, and the source of a copy may be the target of a load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The engine's thread must never wait for a store, so it reads the catalog, which a keeper thread refreshes. The catalog may be
 stale: a load discovers that a page is gone, and the next refresh discovers pages that another engine added."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

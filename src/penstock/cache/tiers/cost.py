@@ -3,8 +3,6 @@
 Computing is predicted by `core/steptime.py`, loading by the bytes requested plus the bytes in flight, divided by the tier's
 recent throughput. Anything not measured yet is assumed to favour loading, because that yields a measurement."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Host memory is the first tier, and pages are written to stores from there. This file decides; the worker moves the bytes
 (`worker/movers.py`) in plan order, so a page counts as being on the host from the plan that saves it."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 A slot is free, busy (read or written by an in-flight transfer), or idle. This is bookkeeping only; the worker owns the bytes.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

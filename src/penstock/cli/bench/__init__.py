@@ -2,8 +2,6 @@
 `latency` and `throughput` run the engine in this process, without HTTP. `serve` drives any OpenAI-compatible server by URL.
 `gpu` measures what the device itself can do."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

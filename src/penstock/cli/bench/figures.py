@@ -1,7 +1,5 @@
 """Statistics for reports: percentiles and spreads of measured times."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

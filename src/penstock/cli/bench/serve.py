@@ -3,8 +3,6 @@
 TTFT is from sending a request to its first chunk with text or tokens, ITL between such chunks, E2E until the last of them,
 TPOT (E2E - TTFT) / (tokens - 1). Output tokens are what the server's usage says."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

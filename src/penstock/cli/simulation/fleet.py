@@ -2,8 +2,6 @@
 
 As in `engine/engine.py::Engine.turn`, `depth` plans are in flight: a step is planned when the one before the last has ended."""
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The tables and plots of simulated runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

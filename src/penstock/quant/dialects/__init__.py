@@ -1,8 +1,6 @@
 """Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here: `METHODS`
 are its values of `quant_method`, `reader(config)` gives its Reader or a ModelError that names what is not known."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping

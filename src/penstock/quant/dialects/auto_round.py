@@ -1,7 +1,5 @@
 """AutoRound: GPTQ's or AWQ's tensors, with settings of its own for single modules (`extra_config`)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """NVIDIA's modelopt: FP8 and NVFP4, one for all modules or by a list of them (MIXED_PRECISION)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

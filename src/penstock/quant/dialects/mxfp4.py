@@ -1,7 +1,5 @@
 """MXFP4 as gpt-oss has it: the experts' matrices of a layer, stacked, as `NAME_blocks` and `NAME_scales`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AMD's Quark: FP8, INT8 and MXFP4, with exceptions by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A request for a message as one of the chat endpoint, which knows templates, tools, constraints and the cache's marks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

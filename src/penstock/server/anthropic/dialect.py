@@ -1,7 +1,5 @@
 """Anthropic's API as a dialect: /v1/messages, whole and as events, /v1/messages/count_tokens, and the shape of its errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lines of a batch: what they ask, whether they can be asked, and their answers in the store."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple

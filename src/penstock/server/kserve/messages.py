@@ -2,8 +2,6 @@
 
 They are made from the tables below, as the protocol's .proto file describes them, so that no generated code is kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory

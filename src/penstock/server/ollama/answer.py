@@ -1,7 +1,5 @@
 """Ollama's answers: one JSON object a line while streamed, one object when whole."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ollama's API as a dialect: its routes, and conversations and options as the chat endpoint's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256

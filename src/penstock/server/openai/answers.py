@@ -1,7 +1,5 @@
 """The common part of answers that have choices: usage, the accumulated choices, and the merging of deltas."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: messages through the model's template, and the answer in OpenAI's shape."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

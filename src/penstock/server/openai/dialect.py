@@ -1,7 +1,5 @@
 """OpenAI's API as a dialect: its routes (with vLLM's /tokenize and /detokenize), bodies, and the shape of its errors."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 from starlette.requests import Request

@@ -1,7 +1,5 @@
 """`echo`: the prompt as text, and the text offset of each token of the prompt and of the answer that follows it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 They are accepted and named in the response header x-penstock-ignored. A field that would change the answer, or add to it, does
 not belong here: the server refuses it by name."""
 
-from __future__ import annotations
-
 IGNORED: dict[str, str] = {
     "session_id": "vLLM, SGLang, Open WebUI: attribution and routing",
     "chat_id": "Open WebUI", "id": "Open WebUI", "message_id": "Open WebUI", "parent_id": "Open WebUI",

@@ -1,7 +1,5 @@
 """Renders the messages of a chat request to the prompt's text."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

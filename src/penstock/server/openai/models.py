@@ -1,7 +1,5 @@
 """GET /v1/models and /v1/models/{model}."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import TypedDict
 

@@ -2,8 +2,6 @@
 
 Owns these shapes and which tools a request offers; how text is read is `dialects/`'s."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Request body -> SamplingParams. Precedence: the body, the model's defaults, OpenAI's defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads the constraint of an answer from a body, in OpenAI's fields and in vLLM's, as StructuredOutputsParams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """vLLM's own routes as a dialect: tokens in and out, aborting by name, and the operator's routes that are refused here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 

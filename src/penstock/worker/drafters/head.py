@@ -5,8 +5,6 @@ position with the target's hidden state there and the token that follows. Its re
 the next step, which begins with the drafts. Its cache entries are further states of the target's pages, as a draft model's are.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -4,8 +4,6 @@ The first layers' cache entries at a position are the same whether they draft or
 they are written to the target's pages, where verification writes them again. It pays for models that were trained to say
 something after their first layers."""
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
 

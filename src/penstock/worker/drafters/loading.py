@@ -1,7 +1,5 @@
 """Finds out how the engine drafts, from the options, checkpoints' configs and tensors' names, and loads the drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Head i reads the hidden state after the target's last norm where a token was chosen, and predicts the i-th token behind that
 token: x + silu(W x + b), once or several times, then a matrix of logits of its own. There is no cache."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import partial

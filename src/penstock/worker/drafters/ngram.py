@@ -3,8 +3,6 @@
 Prompt lookup decoding (Saxena 2023). It pays where answers repeat their prompt: editing, code, extraction. Rows are searched on
 the device, so that it works on tokens that the host does not know yet."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.core.plan import Ints

@@ -4,8 +4,6 @@ Earlier outputs lie in a ring of fixed size on the device. The places whose last
 continuation by vote, token by token, as the most frequent path below a node of a suffix tree would be. There is no tree:
 searching the ring is a few passes over it, which need no token on the host, so that steps can be planned ahead."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,8 +1,6 @@
 """Two tokenizers side by side, so that a draft model may have another one than its target: token-level intersection (Timor et
 al. 2025). The draft model reads each token of the target as its own of the same bytes, and drafts only what both have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
