@@ -27,7 +27,7 @@ _GAIN = 1.25
 
 
 class Stages(dict[tuple[int, int, torch.dtype], torch.Tensor]):
-    """What layers share: stages by rows, columns and type of their matrices, and the CPU's side by tokens' width and type."""
+    """Shared by layers: stages by rows, columns and type of their matrices, and the CPU's side by tokens' width and type."""
 
     def __init__(self) -> None:
         super().__init__()
