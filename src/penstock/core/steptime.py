@@ -19,7 +19,7 @@ KNOTS = (0, 4, 16, 64, 256, 1024, 4096)
 """Tokens at which the slope may change."""
 _PIECES = tuple((float(knot), float(upto) - knot) for knot, upto in zip(KNOTS, (*KNOTS[1:], math.inf), strict=True))
 """(first, length) in tokens of the pieces with one slope."""
-TERMS = ("step", "prefill", "segment", "read", "work", *(f"tokens_from_{knot}" for knot in KNOTS))
+TERMS = ("step", "prefill", "segment", "read", "work", "scored", *(f"tokens_from_{knot}" for knot in KNOTS))
 """`prefill` is counted once for a step with a segment of several tokens."""
 _KEEP = 0.97
 """Weight of the past among steps of one size: about 30 of them are remembered."""
@@ -27,7 +27,7 @@ _NEWEST, _RECENT = 0.02, 0.1
 """Weight of the newest step in the reported error, and in the recent one."""
 _SMOOTH, _SMALL = 1e-3, 1e-8
 """Regularization, relative to what a term explains: slopes that nothing tells apart are alike, and terms small."""
-_LAST = (1e3, 1e6, 1e5, 1e4, 1e4)
+_LAST = (1e3, 1e6, 1e5, 1e4, 1e4, 1e3)
 """Terms before the tokens, in multiples of `_SMALL`: where steps do not tell them apart, tokens explain the time."""
 _AGE = 1.002
 """Growth of the newest step's weight with every step: what was seen some 500 steps ago counts a third."""
@@ -51,6 +51,8 @@ class Load(NamedTuple):
     """Entries of the cache that segments of one token read together."""
     work: float = 0.0
     """Pairs of query and key of the longer segments: count * (start + count / 2) each."""
+    scored: int = 0
+    """Prompt positions with `Want.SCORE`: each has logits of its own."""
 
 
 @lru_cache(1 << 12)
@@ -75,7 +77,7 @@ class StepTime:
         self.steps = 0
         self.longest = 0
         """The most tokens of a step so far."""
-        self._sums: dict[tuple[int, bool], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
+        self._sums: dict[tuple[int, bool, bool], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
         self._weight, self._recent = 1.0, 0.0
         self._unread: list[tuple[Load, float]] = []
         self._unread_seconds = 0.0
@@ -101,15 +103,17 @@ class StepTime:
         """Seconds of one token more in a step of so many."""
         return self.weights[len(TERMS) - len(KNOTS) - 1 + bisect_left(KNOTS, tokens)]
 
-    def within(self, load: Load, seconds: float, start: float = 0.0) -> int:
-        """Returns how many prefill tokens, at position `start` on average, make a step take `seconds` when added to it."""
+    def within(self, load: Load, seconds: float, start: float = 0.0, scored: float = 0.0) -> int:
+        """Returns how many prefill tokens, at position `start` on average, make a step take `seconds` when added to it.
+        `scored`: the part of them that is scored."""
         weights = self.weights
+        further = weights[4] * start + weights[5] * scored
         left, at, added = seconds - self.seconds(load) - weights[1] - weights[2], self._padded(load.tokens), 0.0
         for i, knot in enumerate(KNOTS):
             upto = KNOTS[i + 1] if i + 1 < len(KNOTS) else 1 << 40
             if upto <= at or left <= 0:
                 continue
-            slope, room = weights[5 + i] + weights[4] * start, upto - max(at, knot)
+            slope, room = weights[6 + i] + further, upto - max(at, knot)
             fits = min(float(room), left / slope) if slope > 0 else float(room)
             added, left = added + fits, left - fits * slope if fits == room else 0.0  # not what rounding leaves
         return int(min(added, 1 << 40))
@@ -144,7 +148,7 @@ class StepTime:
         weights *= growth ** np.arange(len(loads))
         self._weight *= growth ** len(loads)
         unit = np.maximum(seconds, _SURPRISE * predicted)
-        sizes = [(load.tokens.bit_length(), load.tokens > load.segments) for load in loads]
+        sizes = [(load.tokens.bit_length(), load.tokens > load.segments, load.scored > 0) for load in loads]
         for size in set(sizes):
             own = [i for i, other in enumerate(sizes) if other == size]
             # The newest of a size counts most.
@@ -165,7 +169,8 @@ class StepTime:
 
     def _terms(self, load: Load) -> list[float]:
         """Without NumPy, because a single load is asked for several times for each request that arrives."""
-        return [1.0, load.tokens > load.segments, load.segments, load.read, load.work, *_pieces(self._padded(load.tokens))]
+        return [1.0, load.tokens > load.segments, load.segments, load.read, load.work, load.scored,
+                *_pieces(self._padded(load.tokens))]
 
     def _padded(self, tokens: int) -> int:
         at = bisect_left(self.buckets, tokens)

@@ -117,9 +117,9 @@ class Admission:
         shares = Shares(queues, 1)
         return all(shares.left(sequence) >= 0 for sequence in queues.running)
 
-    def _in_turn(self, blocked: list[Sequence]) -> Iterator[Sequence]:
+    def _in_turn(self, blocked: list[Sequence], held: list[Sequence]) -> Iterator[Sequence]:
         """Waiting sequences in order, but those whose request has its share of the rows after others that are as important, and
-        not if one of these was `blocked`."""
+        not if one of these was `blocked`, or `held` until a step has room for it."""
         rank, shares, later = self._queues.policy.rank, Shares(self._queues), list[Sequence]()
         for sequence in self._queues.waiting:
             if shares.left(sequence) <= 0:
@@ -128,14 +128,19 @@ class Admission:
             while later and rank(later[0]) < rank(sequence):
                 yield later.pop(0)
             yield sequence
-        yield from later if not blocked else ()
+        yield from later if not (blocked or held) else ()
 
     def admit(self, step: InFlight, budget: int, now: float) -> int:
         """Admits waiting sequences to rows and to the step. Returns what is left of the budget."""
         queues, policy = self._queues, self._queues.policy
-        blocked, tries, load, full, closed = list[Sequence](), 0, step.decode, False, False
-        for sequence in self._in_turn(blocked) if queues.rows and queues.waiting else ():
-            if not queues.rows or budget <= 0:
+        blocked, held, tries, load, full, closed = list[Sequence](), list[Sequence](), 0, step.decode, False, False
+        for sequence in self._in_turn(blocked, held) if queues.rows and queues.waiting else ():
+            later = step.later(sequence)
+            most = step.part if later else budget
+            if later and not most:
+                held.append(sequence)
+                continue
+            if not queues.rows or most <= 0:
                 break
             # Preempted with a token still in flight: it re-enters only when all of its tokens are known.
             lost = any(sequence in flying.lost for flying in queues.in_flight)
@@ -156,7 +161,7 @@ class Admission:
             full = not policy.bearable(load, step.tightest)
             if full:
                 break
-            count = self._find_room(sequence, budget)
+            count = self._find_room(sequence, most)
             if not count:
                 blocked.append(sequence)
                 tries += 1
@@ -168,7 +173,8 @@ class Admission:
             queues.enter(sequence, now)
             step.add(sequence, count)
             policy.charge(sequence, count)
-            budget -= count
+            step.part -= count * later
+            budget -= count * (not later)
         queues.crowded = bool(blocked) or full
         return budget
 

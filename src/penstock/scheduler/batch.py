@@ -34,18 +34,25 @@ class Batch:
         queues, drafting = self._queues, self._drafts
         cache, policy = queues.cache, queues.policy
         running, at, preempted = list(queues.running), 0, False
-        budget = self._budget(step, running, now)
+        resting = self._resting(running)
+        # Those that other stages compute decode beside this step; rows that take turns do not.
+        active = [s for s in running if s not in resting] if resting and self._limits.stages == 1 else running
+        budget = self._budget(step, active, now)
+        apart = {s for s in running if s.goal - s.planned > 1 and step.later(s)}
+        if apart or resting:
+            # The last are the first to give their pages up.
+            running.sort(key=lambda s: 2 if s in resting else s in apart)
+        own = len(running) - len(apart | resting)
         head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
         hinted = drafting.begin()
         spare = self.spare() if hinted else 0
-        resting = self._resting(running)
         answering: list[Sequence] = []
         sequences, counts = step.sequences, step.counts
         while at < len(running):
             sequence = running[at]
             planned = sequence.planned
             count = sequence.goal - planned
-            if count == 1 and not hinted and sequence.prompt_len <= planned < sequence.room and sequence not in resting:
+            if count == 1 and not hinted and sequence.prompt_len <= planned < sequence.room and at < own:
                 # The usual case, which must cost little: it is met for every row of every step.
                 sequences.append(sequence)
                 counts.append(1)
@@ -53,17 +60,24 @@ class Batch:
                 budget -= 1
                 at += 1
                 continue
-            if not count or sequence in resting:
+            later = sequence in apart
+            if not count or sequence in resting or (later and not step.part):
                 at += 1
                 continue
             drafts = 0
-            if count > 1:
-                most = policy.share(sequence, budget - (len(running) - at - 1), step.unread, head)
+            if later:
+                count = cache.chunk(sequence, min(count, step.part))
+            elif count > 1:
+                most = policy.share(sequence, budget - (own - at - 1), step.unread, head)
+                if self._pace.long(sequence):
+                    most = max(most - step.brief, most // 2)
+                else:
+                    step.brief -= count
                 count = cache.chunk(sequence, max(1, min(count, most)))
                 if count < sequence.goal - sequence.planned:
                     step.cut.append(len(step.sequences))
             elif hinted:
-                drafts = drafting.count(sequence, budget - (len(running) - at), spare, cache.exact)
+                drafts = drafting.count(sequence, budget - (own - at), spare, cache.exact)
                 spare -= drafts
                 count += drafts
             upto = sequence.planned + count
@@ -86,7 +100,8 @@ class Batch:
                     step.drafts[len(step.sequences)] = drafts
                 step.add(sequence, count)
                 policy.charge(sequence, count)
-                budget -= count
+                step.part -= count * later
+                budget -= count * (not later)
                 at += 1
         policy.charge_each(answering)
         return None if preempted else budget
@@ -116,16 +131,19 @@ class Batch:
         waiting = bool(queues.waiting)
         if waiting and not queues.crowded:
             # A longer step does not help sequences that wait for pages.
-            reading += islice(queues.waiting, len(queues.rows))
+            rows = len(queues.rows)
+            reading += islice((s for s in queues.waiting if not s.request.follows), rows)
+            reading += islice((s for s in queues.waiting if s.request.follows), rows)
         if reading or waiting:
             step.unread = sum([s.goal - s.planned for s in reading])
             step.tightest = queues.policy.tightest(queues.running.groups)
         if not (reading and limits.step_target):
             return max(len(running), limits.max_num_batched_tokens)
         owners = {s.request.owner for s in running if s.goal - s.planned <= 1}
-        budget = self._pace.budget(step.decode, reading, now, step.tightest, owners)
+        tokens, step.part, step.later = self._pace.budget(step.decode, reading, now, step.tightest, owners)
         step.held = self._pace.held and limits.stages == 1
-        return max(len(running), budget)
+        step.brief = sum([s.goal - s.planned for s in reading if not self._pace.long(s)])
+        return max(decoding, tokens)
 
     def _resting(self, running: list[Sequence]) -> set[Sequence]:
         """The sequences that sit this step out: rows that take turns, or, of several pipeline stages, all but an equal part of

@@ -1,6 +1,7 @@
 """The prefill budget of a step while other sequences decode."""
 
 import math
+from collections.abc import Callable
 
 from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load, StepTime
@@ -23,10 +24,16 @@ _WORTH = 64
 """Tokens for which such prompts save up their part of several steps: fewer cost much more each."""
 _PAUSE = 32
 """Mixed steps in a row before one pure decode step, which measures what decoding alone takes."""
+_WHOLE = 4.0
+"""Pieces of long prompts take at least so many times what a step does without them."""
 _LIVELY = 1.0
 """Seconds after a short prompt in which another one is expected."""
 _GROWN = 1.5
 """Growth of the decoding batch that brings the next pure decode step forward."""
+
+
+Room = tuple[int, int, Callable[[Sequence], bool]]
+"""The tokens of a step: of those who decode or read in order, and of the part of those who read later; who these are."""
 
 
 class Pace:
@@ -49,60 +56,76 @@ class Pace:
         """Seconds that long and further prompts have left unused of their part."""
         self._weights: list[float] = []
         """Of the model of step time, by which `_long` was found."""
-        self._long = 1 << 40
-        """Prompts of more tokens are long: alone they take more than the target."""
+        self._long = 1 << 40, 1 << 40
+        """Prompts of more tokens, without scores and with, take longer than the target alone."""
 
-    def budget(self, decode: Load, reading: list[Sequence], now: float, promised: float | None, owners: set[str]) -> int:
-        """Returns the token budget of a step beside which these sequences read, or could begin to; `owners` of requests decode.
-        Long prompts, which were promised four times their own time, add little to it, as do the further prompts of a request
-        while another one decodes."""
+    def long(self, sequence: Sequence) -> bool:
+        """Whether short prompts pass this one: it is a further one of its request, or takes longer than the target."""
+        return bool(sequence.request.follows) or sequence.stretched or sequence.prompt_len > self._long[sequence.scoring]
+
+    def budget(self, decode: Load, reading: list[Sequence], now: float, promised: float | None, owners: set[str]) -> Room:
+        """Returns the tokens of a step beside which these sequences read, or could begin to; `owners` of requests decode.
+        Prompts that were promised four times their own time, and further ones beside another's answers, read later."""
         times, decoding = self.times, decode.segments
         if self._weights is not times.weights:
             self._weights = times.weights
-            self._long = times.within(Load(0, 0), self._target) if self._target and times.longest else 1 << 40
-        long = [s for s in reading if s.request.follows or s.stretched or s.prompt_len > self._long]
-        if len(long) < len(reading):
+            if self._target and times.longest:
+                self._long = times.within(Load(0, 0), self._target), times.within(Load(0, 0), self._target, scored=1.0)
+        short = [s for s in reading if not self.long(s)]
+        if short:
             self._lively = now + _LIVELY
         self.held = False
         if not decoding or (now < self._lively and not owners - {s.request.follows for s in reading}):
-            return min(self._most, decoding + self._without_others(reading, long, now))
-        short = [s for s in reading if not (s.stretched or (s.request.follows and owners - {s.request.follows}))]
-        calm = self._calm(decode, max(s.planned for s in reading)) if len(short) < len(reading) else 0
-        if not short:
-            return decoding + calm
-        waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in short)
-        unread = sum(s.goal - s.planned for s in short)
-        at = sum(s.planned for s in short) / len(short) + self._most / 8
-        tokens = self.tokens(decode, len(short), unread, waited, promised, at)
-        return min(tokens, decoding + unread + calm) if len(short) < len(reading) else tokens
+            return self._without_others(decode, reading, short, now)
 
-    def _calm(self, decode: Load, at: int) -> int:
-        """Tokens of long and further prompts, at position `at`, in a step that decodes. Where their part of it is too small,
-        they save it up for a later step, which stays within the target."""
+        def later(sequence: Sequence) -> bool:
+            return sequence.stretched or bool(sequence.request.follows and owners - {sequence.request.follows})
+
+        first = [s for s in reading if not later(s)]
+        part = self._calm(decode, list(filter(later, reading))) if len(first) < len(reading) else 0
+        if not first:
+            return decoding, part, later
+        waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in first)
+        unread = sum(s.goal - s.planned for s in first)
+        at = sum(s.planned for s in first) / len(first) + self._most / 8
+        tokens = self.tokens(decode, len(first), unread, waited, promised, at, _scored(first))
+        if len(first) < len(reading):
+            tokens = min(tokens, decoding + unread)
+        return tokens, min(part, self._most - tokens), later
+
+    def _calm(self, decode: Load, later: list[Sequence]) -> int:
+        """Tokens of long and further prompts in a step that decodes. Where their part of it is too small, they save it up for
+        a later step, which stays within the target."""
         alone, target = self.times.seconds(decode), self._target or 0.0
         self._saved += _CALM * alone
-        tokens = self.times.within(decode, alone + self._saved, at)
+        tokens = self.times.within(decode, alone + self._saved, max(s.planned for s in later), _scored(later))
         if tokens < _WORTH and alone + self._saved < target:
             return 0
         self._saved = 0.0
         return max(_LEAST, min(tokens, 2 * self.times.longest, self._most - decode.segments))
 
-    def _without_others(self, reading: list[Sequence], long: list[Sequence], now: float) -> int:
-        """The prompt tokens of a step in which none decodes but of the request that reads. Where short prompts come, those that
-        take longer than the target leave half of it to the next one."""
-        if self._target is None or not self.times.longest or not long or now >= self._lively:
-            return self._most
-        others = sum(s.goal - s.planned for s in reading) - sum(s.goal - s.planned for s in long)
-        tokens = self.times.within(Load(0, 0), self._target / 2, max(s.planned for s in long))
+    def _without_others(self, decode: Load, reading: list[Sequence], short: list[Sequence], now: float) -> Room:
+        """The tokens of a step in which none decodes but of the request that reads. Where short prompts come, the others add
+        little to the step that reads one, and make short steps until the next one comes."""
+        times, target = self.times, self._target
+        if target is None or not times.longest or len(short) == len(reading) or now >= self._lively:
+            return self._most, 0, lambda _: False
+        later = list(filter(self.long, reading))
+        at, scored = max(s.planned for s in later), _scored(later)
+        load = Load(decode.segments + len(short), decode.tokens + sum(s.goal - s.planned for s in short), decode.read)
+        seconds = (1 + _CALM) * times.seconds(load)
+        if not short:
+            seconds = min(target / 2, max(target / 4, _WHOLE * times.seconds(Load(1, 1))))
+        tokens, part = min(load.tokens, self._most), max(_LEAST, _whole(times.within(load, seconds, at, scored)))
         self.held = True
-        return min(self._most, others + max(_LEAST, _whole(tokens)))
+        return tokens, min(part, self._most - tokens), self.long
 
     def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,
-               at: float = 0.0) -> int:
+               at: float = 0.0, scored: float = 0.0) -> int:
         """Returns the token budget of the next step. `decode` is the part of it that decodes; `reading` sequences have `unread`
         prompt tokens in total and have waited `waited` seconds in total. `promised`, in seconds, is the tightest promise of
         those who decode, between tokens: the target is never above it; infinity where none was made, which lifts the target.
-        `at` is the position that prompts are at, on average.
+        `at` is the position that prompts are at, on average; the part `scored` of them is scored.
 
         If most sequences are in prefill and one step can take most of it, one long step is better than several, because it
         delays the few decoding sequences only once; unless that breaks a promise."""
@@ -127,7 +150,7 @@ class Pace:
         if promised is not None and alone:
             added = min(added, max(_MARGIN * promised - alone, _SLOW * alone))
         # Do not extrapolate to steps more than twice as long as the measured ones.
-        tokens = min(times.within(decode, alone + added, at), 2 * (times.longest - decoding))
+        tokens = min(times.within(decode, alone + added, at, scored), 2 * (times.longest - decoding))
         return min(self._most, max(decoding + _LEAST, _whole(decoding + tokens)))
 
     def learn(self, load: Load, decoding: int, seconds: float) -> None:
@@ -141,3 +164,8 @@ def _whole(tokens: int) -> int:
     """Rounds down to full GEMM tiles if there are at least 128 tokens, because one token more costs a whole tile."""
     tile = 1 if tokens < 128 else 64 if tokens < 384 else 128
     return tokens // tile * tile
+
+
+def _scored(sequences: list[Sequence]) -> float:
+    """The part of them whose prompts are scored."""
+    return sum(sequence.scoring for sequence in sequences) / len(sequences)

@@ -99,8 +99,7 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
 
     def abort(self, ids: Iterable[str], now: float) -> None:
-        """Ends requests ("id") or single sequences ("id/index"); unknown ones are ignored. Their rows and pages are free at
-        once."""
+        """Ends requests ("id") or sequences ("id/index"), whose rows and pages are free at once. Unknown ones are ignored."""
         for name in ids:
             request_id, _, index = name.rpartition("/")
             if name in self._requests:
@@ -151,7 +150,7 @@ class Scheduler:
             return None
         self._made = step
         self.in_flight.append(step)
-        step.load = load_of(step.starts, step.counts)
+        step.load = load_of(step.starts, step.counts, step.scored)
         step.limit = binding(waiting=bool(self.waiting), rows=bool(self.queues.rows), room=not self.queues.crowded,
                              refused=self._refused)
         self._refused = False
@@ -207,6 +206,7 @@ class Scheduler:
                     sequence.goal = max(end, sequence.goal)
             if sequence.scoring and start < sequence.prompt_len:
                 want |= _SCORE
+                step.scored += min(end, sequence.prompt_len - 1) - start
             starts.append(start)
             wants.append(want)
             # Forks wait for the next plan, because this one still writes the pages that they share.

@@ -1,5 +1,6 @@
 """A plan as the scheduler remembers it until its result is applied."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.core.plan import Want
@@ -28,6 +29,13 @@ class InFlight:
     """The tightest promise between tokens of those who ran before it; as `Policy.tightest`."""
     unread: int = 0
     """Prompt tokens of those who read or could start to."""
+    later: Callable[[Sequence], bool] = lambda _: False
+    """Whether a prompt is read in `part` alone: tokens beside the budget that no segment has yet."""
+    part: int = 0
+    brief: int = 0
+    """Prompt tokens of short prompts that no segment has yet."""
+    scored: int = 0
+    """Positions with `Want.SCORE`."""
     cut: list[int] = field(default_factory=list)
     """Indices of the segments that were cut for others."""
     load: Load = Load(0, 0)
@@ -52,8 +60,7 @@ class InFlight:
 
 
 LIMITS = ("compute", "memory", "kv_space", "rows", "queue", "client")
-"""The limits that can bind: the device's arithmetic, the reading of its memory, pages, rows, the bounds of queues, and clients
-who send no more."""
+"""The limits that can bind: the device's arithmetic, reading its memory, pages, rows, bounds of queues, idle clients."""
 
 
 def binding(*, waiting: bool, rows: bool, room: bool, refused: bool) -> str:
@@ -66,11 +73,11 @@ def binding(*, waiting: bool, rows: bool, room: bool, refused: bool) -> str:
     return "queue" if refused and not waiting else ""
 
 
-def load_of(starts: list[int], counts: list[int]) -> Load:
-    """The size of a step with these segments."""
+def load_of(starts: list[int], counts: list[int], scored: int = 0) -> Load:
+    """The size of a step with these segments, of which so many positions are scored."""
     if max(counts, default=1) == 1:
-        return Load(len(counts), len(counts), float(sum(starts) + len(starts)))
+        return Load(len(counts), len(counts), float(sum(starts) + len(starts)), scored=scored)
     segments = list(zip(starts, counts, strict=True))
     read = sum(start + 1 for start, count in segments if count == 1)
     work = sum(count * (start + count / 2) for start, count in segments if count > 1)
-    return Load(len(counts), sum(counts), float(read), work)
+    return Load(len(counts), sum(counts), float(read), work, scored)

@@ -20,9 +20,9 @@ class Pace(module.Pace):
         super().__init__(target, most, StepTime())
 
     def tokens(self, decoding: int | Load, reading: int, unread: int, waited: float, promised: float | None = None,
-               at: float = 0.0) -> int:
+               at: float = 0.0, scored: float = 0.0) -> int:
         decode = Load(decoding, decoding) if isinstance(decoding, int) else decoding
-        return super().tokens(decode, reading, unread, waited, promised, at)
+        return super().tokens(decode, reading, unread, waited, promised, at, scored)
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         super().learn(Load(decoding + bool(tokens), decoding + tokens), decoding, seconds)
@@ -141,7 +141,8 @@ def sequence(tokens: int, follows: str = "", stretched: bool = False) -> Sequenc
 
 
 def budget(pace: Pace, decoding: int, reading: list[Sequence], now: float, owners: set[str]) -> int:
-    return pace.budget(Load(decoding, decoding), reading, now, 0.2, owners)
+    tokens, part, _ = pace.budget(Load(decoding, decoding), reading, now, 0.2, owners)
+    return tokens + part
 
 
 def test_further_prompts_of_a_request_add_little_to_the_steps_of_another() -> None:
@@ -157,7 +158,7 @@ def test_where_short_prompts_come_a_long_one_leaves_room_for_the_next() -> None:
     """Without any that decodes: a request that comes waits for the step that runs and for the next."""
     pace, long = learnt(Pace(0.050, 8192), 0.010, 20e-6, decoding=1), [sequence(100_000)]
     assert budget(pace, 0, long, 5.0, set()) == 8192
-    assert budget(pace, 0, [*long, sequence(500)], 6.0, set()) == pytest.approx(500 + 750, abs=130)
+    assert budget(pace, 0, [*long, sequence(500)], 6.0, set()) == 500 + 384  # whole tiles of 450
     assert budget(pace, 0, long, 6.5, set()) == pytest.approx(750, abs=130)
     assert budget(pace, 0, long, 7.1, set()) == 8192
     budget(pace, 4, [sequence(500)], 8.0, {"c"})
@@ -199,5 +200,14 @@ def test_one_long_step_is_none_where_attention_would_break_a_promise() -> None:
 
 def test_rounding_leaves_no_room_without_an_end() -> None:
     """On the next piece of the model, if that has no slope."""
-    flat = StepTime([0.0] * 5 + [1e-3, 3e-4, 7e-5, 1.1e-4, 1.7e-4, 0.0, 1e-4])
+    flat = StepTime([0.0] * 6 + [1e-3, 3e-4, 7e-5, 1.1e-4, 1.7e-4, 0.0, 1e-4])
     assert all(flat.within(Load(0, 0), most * 1e-3 / 7) < 1024 for most in range(1, 700))
+
+
+def test_scored_positions_cost_what_was_measured() -> None:
+    """A prompt whose tokens are scored gets fewer of them into the same time."""
+    times = StepTime()
+    for tokens, scored in [(0, 0), (100, 0), (100, 100), (300, 0), (300, 300)] * 40:
+        times.learn(Load(2, 1 + tokens, scored=scored) if tokens else Load(1, 1), 0.002 + tokens * 1e-4 + scored * 1e-4)
+    plain, scored = times.within(Load(1, 1), 0.022), times.within(Load(1, 1), 0.022, scored=1.0)
+    assert plain == pytest.approx(200, rel=0.1) and scored == pytest.approx(100, rel=0.1)

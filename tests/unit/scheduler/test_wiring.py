@@ -155,7 +155,7 @@ def test_all_64_bits_of_a_seed_count() -> None:
 def test_behind_a_step_that_is_held_back_none_is_planned(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt that comes while it runs is in the next one."""
     scheduler, worker = made(step_target=0.05)
-    monkeypatch.setattr(scheduler.pace, "budget", lambda *_: 4)
+    monkeypatch.setattr(scheduler.pace, "budget", lambda *_: (4, 0, lambda _: False))
     monkeypatch.setattr(scheduler.pace, "held", held)
     scheduler.add(request("long", 12), 0.0)
     plan = scheduler.plan(0.0)

@@ -1,0 +1,84 @@
+"""Short chats, one after another, beside requests that ask for much: by a virtual clock, on a device as slow as two cores."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from penstock.cli.simulation.fleet import Cost, Record, Replica
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.core.service import BUILT_IN
+
+COST = Cost(weights={"step": 1.3e-3, "prefill": 0.3e-3, "segment": 0.12e-3, "read": 1e-7, "work": 2e-8, "scored": 0.1e-3,
+                     **{f"tokens_from_{knot}": 0.1e-3 for knot in (0, 4, 16, 64, 256, 1024, 4096)}},
+            kv_tokens=60_000, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=4096, page_size=16, step_target=0.05,
+            overhead=0.0)
+SECONDS = 10.0
+GAP = 0.025
+"""Seconds between the end of a chat and the next one."""
+
+
+class Engine(Replica):
+    """Counts the choices of a request that have not ended."""
+
+    def __init__(self) -> None:
+        super().__init__(COST, "promises", BUILT_IN)
+        self.left: Counter[str] = Counter()
+
+    def submit(self, request: Request, now: float) -> None:
+        self.left[request.id] = request.params.n
+        self.add(request, Record(now, request.tier, "", len(request.prompt_ids)), now)
+
+    def _updates(self, now: float) -> list[str]:
+        ended = [update.request_id for update in self.scheduler.take_updates() if update.finish_reason is not None]
+        self.left.subtract(ended)
+        return [name for name in ended if not self.left[name]]
+
+
+def asked(kind: str, number: int, now: float) -> list[Request]:
+    """One hostile request, as the engine sees it."""
+    def request(index: int, prompt: list[int], **params: Any) -> Request:
+        first = f"{kind} {number} 0"
+        return Request(f"{kind} {number} {index}", prompt, SamplingParams(seed=1, **params), arrival=now, tier="standard",
+                       follows=first if index else "")
+
+    if kind == "choices":
+        return [request(0, [3], n=128, logprobs=20, max_tokens=100, ignore_eos=True)]
+    scores = 5 if kind == "echo" else None
+    return [request(i, [3 + i + number] * 100, prompt_logprobs=scores, max_tokens=1) for i in range(64)]
+
+
+def chats(*kinds: str) -> list[float]:
+    """Seconds of each chat of 30 tokens and an answer of 8 beside endless requests of these kinds, ascending."""
+    engine, draw, now, numbers = Engine(), random.Random(1), 0.0, Counter[str]()
+    began, due, found = 0.0, 1.0, list[float]()
+    while now < SECONDS:
+        for kind in kinds:
+            if not any(count > 0 for name, count in engine.left.items() if name.startswith(kind)):
+                numbers[kind] += 1
+                for request in asked(kind, numbers[kind], now):
+                    engine.submit(request, now)
+        if not began and now >= due:
+            began = now
+            engine.submit(Request(f"chat {now}", [draw.randrange(500) for _ in range(30)], SamplingParams(
+                seed=1, max_tokens=8, ignore_eos=True), arrival=now, tier="standard"), now)
+        now = min(engine.wake, due) if not began else engine.wake
+        if engine.wake <= now and any(name.startswith("chat") for name in engine.turn(now)):
+            found.append(now - began)
+            began, due = 0.0, now + GAP
+    assert all(numbers.values()) and sum(numbers.values()) >= len(kinds)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kinds", [("echo",), ("prompts",), ("choices",), ("echo", "choices")], ids="+".join)
+def test_a_short_chat_waits_for_one_piece_of_others_work(kinds: tuple[str, ...]) -> None:
+    """Beside what it takes alone (16 ms): a piece of a fourth of the target (12.5 ms), one again while it decodes, and a fourth
+    more for rows beside its own."""
+    alone, beside = chats(), chats(*kinds)
+    assert len(beside) > 100, beside
+    assert alone[-1] < 0.017 and beside[int(0.99 * len(beside))] < 0.065, beside[-5:]
+    assert beside[len(beside) // 2] < 0.04
