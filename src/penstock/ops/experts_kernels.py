@@ -224,7 +224,7 @@ def share(picks, weights, x, missing, kept, host_picks, host_weights, host_x, to
           gaps: tl.constexpr, block: tl.constexpr):
     """Divides the experts of `missing` [lacking] that are among `total` <= `most` picks between the link and the CPU.
 
-    Those with the fewest tokens are the CPU's, as many as make the later of both end soonest: an expert takes `link` over the
+    The CPU takes those with the fewest tokens, as many as make the later of both end soonest: an expert takes `link` over the
     link, and on the CPU `first` and `more` for each further token, behind `call`. Program t writes token t's picks [count] to
     `kept`, -1 where they are the CPU's, and to the host those that are, their weights and the token."""
     never: tl.constexpr = 1 << 30
