@@ -35,7 +35,7 @@ class Batch:
         cache, policy = queues.cache, queues.policy
         running, at, preempted = list(queues.running), 0, False
         resting = self._resting(running)
-        # Those that other stages compute decode beside this step; rows that take turns do not.
+        # Segments that other stages compute decode beside this step; rows that take turns do not.
         active = [s for s in running if s not in resting] if resting and self._limits.stages == 1 else running
         budget = self._budget(step, active, now)
         apart = {s for s in running if s.goal - s.planned > 1 and step.later(s)}
