@@ -36,9 +36,9 @@ def processes(shape: str, count: int, draw: Path | None, say: Callable[[str], No
     alone, beside = count - count // 3, count // 3
     with tempfile.TemporaryDirectory() as folder:
         model = write(SHAPES[shape], Path(folder) / shape)
-        found = {"alone": list(_runs(model, alone))}
+        found = {"alone": list(_runs(model, alone, say))}
         with _neighbours():
-            found["beside busy neighbours"] = list(_runs(model, beside))
+            found["beside busy neighbours"] = list(_runs(model, beside, say))
     names = list(found["alone"][0]) if found["alone"] else []
     for where, runs in found.items():
         for name in names if runs else ():
@@ -53,9 +53,9 @@ def processes(shape: str, count: int, draw: Path | None, say: Callable[[str], No
     return {"shape": shape, "runs": found}
 
 
-def _runs(model: Path, count: int) -> Iterator[dict[str, float]]:
-    """Yields the seconds that each process measured. One process at a time is told to begin; the next ones have imported all
-    modules by then, and sleep."""
+def _runs(model: Path, count: int, say: Callable[[str], None]) -> Iterator[dict[str, float]]:
+    """Yields the seconds that each process measured, and says them. One process at a time is told to begin; the next ones have
+    imported all modules by then, and sleep."""
     waiting = deque(_started(model) for _ in range(min(count, _AHEAD)))
     for number in range(count):
         if number + _AHEAD < count:
@@ -66,7 +66,9 @@ def _runs(model: Path, count: int) -> Iterator[dict[str, float]]:
             for other in waiting:
                 other.kill()
             raise ConfigError(f"a process failed: {failed[-2000:].strip()}")
-        yield json.loads(said.splitlines()[-1])
+        found = json.loads(said.splitlines()[-1])
+        say(f"  process {number + 1} of {count}: " + ", ".join(f"{name} {seconds:.4f}" for name, seconds in found.items()))
+        yield found
 
 
 def _started(model: Path) -> subprocess.Popen[str]:

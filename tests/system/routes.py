@@ -57,8 +57,8 @@ class _Open:
     def wants(self, request: Request) -> bool:
         return not request.id.endswith("1")
 
-    def masks(self, segments: list[MaskedSegment]) -> Callable[[], Masks]:
-        return lambda: Masks(np.full((sum(1 + len(drafts) for _, drafts in segments), self._words), -1, np.int32))
+    def masks(self, segments: list[MaskedSegment]) -> Masks:
+        return Masks(np.full((sum(1 + len(drafts) for _, drafts in segments), self._words), -1, np.int32))
 
 
 class _Drafts(DraftPolicy):

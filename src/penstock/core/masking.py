@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
@@ -28,6 +27,6 @@ class Masker(Protocol):
         """Whether the tokens of this request are chosen under a mask. Asked once, when the request is taken in."""
         ...
 
-    def masks(self, segments: List[MaskedSegment]) -> Callable[[], Masks]:
-        """Begins to compute these segments' lines, in order. The function waits for them, before another step is applied."""
+    def masks(self, segments: List[MaskedSegment]) -> Masks:
+        """The lines of all these segments, in their order."""
         ...

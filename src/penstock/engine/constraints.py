@@ -79,4 +79,3 @@ class Constraints:
     def close(self) -> None:
         """Stops the threads."""
         self._compiler.close()
-        self.masker.close()

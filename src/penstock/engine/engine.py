@@ -84,9 +84,6 @@ class Engine:
         self.options = options
         self.beams = BeamSearches(self._add, self._abort)
         self._in_flight: deque[Pending] = deque()
-        self._masking: tuple[int, tuple[int, int], Callable[[], Masks] | None] | None = None
-        """The last plan's number while its masks are being computed, their shape, and what waits for them. None after an error:
-        then masks that allow all are sent, because the worker waits for some, and closing the engine for it."""
         self.events: CacheEvents | None = None
         self._ended = False
         self._profiled = False
@@ -257,9 +254,6 @@ class Engine:
     def turn(self, meanwhile: Callable[[Pending], None] | None = None) -> list[Update]:
         """One iteration of the loop: plans and submits a step, then applies results until fewer than `depth` plans are in
         flight. `meanwhile` is called with the first plan whose result is waited for; requests may come and go in it."""
-        if self.scheduler.batch.spare() > 0:
-            # The next plan has room for tokens that the masks may turn out to force.
-            self._mask()
         began = time.perf_counter()
         if self._naming.pending and (name := self._naming.poll()) is not None:
             self.scheduler.cache.name(name)
@@ -268,16 +262,14 @@ class Engine:
         self.constraints.admit()
         plan = self.scheduler.plan(time.time())
         self.scheduler.stats.plan_seconds += time.perf_counter() - began
-        self._mask()
         if plan is not None:
             self._in_flight.append(self.executor.submit(plan))
             self.view.planned(plan)
             if len(plan.masked):
-                self._begin_masks(plan)
+                self._mask(plan)
         # Without a new plan there is nothing to overlap with: wait for the in-flight plans, one result at a time.
         room = self.config.depth - 1 if plan is not None else max(0, len(self._in_flight) - 1)
         if meanwhile is not None and len(self._in_flight) > room:
-            self._mask()
             meanwhile(self._in_flight[0])
         self._take_results(room)
         if self.events is not None:
@@ -292,7 +284,6 @@ class Engine:
     def _take_results(self, room: int) -> None:
         """Applies results, oldest first, until at most `room` plans are in flight."""
         while len(self._in_flight) > room:
-            self._mask()
             # Remove the plan only after its result has arrived, so that an interrupt while waiting does not lose it.
             result = self._in_flight[0].result()
             self._in_flight.popleft()
@@ -301,25 +292,22 @@ class Engine:
             self.view.done(result)
             self.scheduler.stats.plan_seconds += time.perf_counter() - began
 
-    def _begin_masks(self, plan: StepPlan) -> None:
-        """Begins to compute the masks of the plan just submitted. They depend on the tokens of all earlier plans, whose results
-        are applied first, while the device computes this plan's forward pass."""
+    def _mask(self, plan: StepPlan) -> None:
+        """Sends the masks of the plan just submitted. They depend on the tokens of all earlier plans, whose results are applied
+        first, while the device computes this plan's forward pass."""
         masker = self.scheduler.masker
         assert masker is not None
         drafts = self.executor.drafts() if plan.tells_drafts else None
         self._take_results(1)
         segments = self.scheduler.masked(plan, drafts)
-        shape = sum(1 + len(segment.drafts) for segment in segments), -(-self.info.vocab_size // 32)
-        self._masking = plan.id, shape, None
-        self._masking = plan.id, shape, masker.masks(segments)
-
-    def _mask(self) -> None:
-        """Sends the masks that were begun, if they are not sent yet, once they are computed."""
-        if self._masking is not None:
-            plan_id, shape, finish = self._masking
-            self._masking = plan_id, shape, None
-            self.executor.mask(plan_id, finish() if finish is not None else Masks(np.full(shape, -1, np.int32)))
-            self._masking = None
+        try:
+            masks = masker.masks(segments)
+        except BaseException:
+            # The worker waits for masks: send some even after an error, or closing the engine would deadlock.
+            lines = sum(1 + len(segment.drafts) for segment in segments)
+            self.executor.mask(plan.id, Masks(np.full((lines, -(-self.info.vocab_size // 32)), -1, np.int32)))
+            raise
+        self.executor.mask(plan.id, masks)
 
     def stats(self) -> EngineStats:
         """The current statistics. EngineDeadError if a rank is lost: an idle engine notices it here."""

@@ -9,9 +9,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,9 +87,8 @@ class Masker:
         """Returns whether the request's tokens are chosen under a mask."""
         return request.params.constrained
 
-    def masks(self, segments: List[MaskedSegment]) -> Callable[[], Masks]:
-        """Begins to compute one mask for each token that the segments choose, on threads if there are processors for them. The
-        function returned waits for the masks, in the segments' order."""
+    def masks(self, segments: List[MaskedSegment]) -> Masks:
+        """Returns one mask for each token that the segments choose, in their order."""
         began = time.perf_counter()
         rows: list[_Row] = []
         lines = 0
@@ -116,18 +112,7 @@ class Masker:
         if len(todo) < len(rows):
             for row in rows:
                 todo += self._behind(*row, bits)
-        filled = self._fill(todo, bits)
-        self.seconds += time.perf_counter() - began
-        return partial(self._finish, filled, todo, rows, moved, bits)
-
-    def _finish(self, filled: Callable[[], None], todo: list[_Asked], rows: list[_Row], moved: list[_Row], bits: Ints) -> Masks:
-        """Completes the masks once all matchers have filled theirs."""
-        began = time.perf_counter()
-        filled()
-        for matcher, line, _ in todo:
-            if matcher.is_error():
-                # The state is too complex for a mask: no token is allowed, and the request ends with an error.
-                bits[line] = 0
+        self._fill(todo, bits)
         self._find_forced(moved, bits)
         self._compiler.numbers.bound(_numbered(rows), bits)
         for first, segment, state in rows:
@@ -137,7 +122,7 @@ class Masker:
                 _hold_back(segment, state, bits, first)
             if state.begin and state.matcher is not None:
                 _allow(bits[first], state.begin[0])
-        self.masked += len(bits)
+        self.masked += lines
         self.seconds += time.perf_counter() - began
         return Masks(bits)
 
@@ -252,32 +237,24 @@ class Masker:
             for line in range(state.budget - thought, len(segment.drafts) + 1):
                 _only(bits[first + line], state.end[0])
 
-    def _fill(self, todo: list[_Asked], bits: Ints) -> Callable[[], None]:
-        """Begins to fill the masks of all matchers. The function returned waits for them."""
-        pointer, width = bits.ctypes.data, bits.shape[1] * 4
+    def _fill(self, todo: list[_Asked], bits: Ints) -> None:
+        """Fills the masks of all matchers."""
+        if not todo:
+            return
+        pointer, width, lines = bits.ctypes.data, bits.shape[1] * 4, len(bits)
         plain = [(matcher, line) for matcher, line, drafts in todo if not drafts]
-        drafted = [one for one in todo if one[2]] if len(plain) < len(todo) else []
-        if not self._parallel or len(plain) <= 2:
+        if len(plain) > 2 and self._parallel:
+            self._pool.unsafe_compute_mask_ptr(plain, pointer, width, lines)
+        else:
             for matcher, line in plain:
                 matcher.unsafe_compute_mask_ptr(pointer + line * width, width)
-            plain = []
-        if not plain and not drafted:
-            return lambda: None
-
-        begun = Event()
-
-        def fill() -> None:
-            # It holds `bits`, so that they live as long as threads write to them.
-            begun.set()
-            if plain:
-                self._pool.unsafe_compute_mask_ptr(plain, pointer, width, len(bits))
-            if drafted:
-                self._pool.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, len(bits))
-
-        found = self._thread.submit(fill)
-        # The thread needs the interpreter's lock until llguidance lets go of it; without waiting here it gets it 5 ms later.
-        begun.wait()
-        return found.result
+        if len(plain) < len(todo):
+            drafted = [one for one in todo if one[2]]
+            self._pool.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
+        for matcher, line, _ in todo:
+            if matcher.is_error():
+                # The state is too complex for a mask: no token is allowed, and the request ends with an error.
+                bits[line] = 0
 
     def _force(self, segment: MaskedSegment, state: GrammarState, bits: Ints, first: int) -> None:
         for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):
@@ -285,16 +262,6 @@ class Masker:
             if segment.drafts[line:line + 1] != [token]:
                 # Drafts after a rejected draft are never kept.
                 break
-
-    def close(self) -> None:
-        """Stops the thread."""
-        if "_thread" in vars(self):
-            self._thread.shutdown()
-
-    @functools.cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        """Waits for llguidance's threads, so that the engine's need not."""
-        return ThreadPoolExecutor(1, "penstock-masks")
 
     @functools.cached_property
     def _pool(self) -> LLExecutor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.dialects.choice import dialects
 from penstock.dialects.description import Dialect
-from penstock.dialects.message import Building, Content, Message
+from penstock.dialects.message import Built, Content, Message
 from penstock.dialects.parser import Parser
 from penstock.dialects.writing import write
 
@@ -32,7 +32,7 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 def read(dialect: Dialect, pieces: list[str], **how: Any) -> Message:
     parser = Parser(dialect, prompt="", new_id=lambda kind: kind, **how)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
-    built = Building()
+    built = Built()
     built.add(events)
     assert built.message(parser.malformed) == parser.message()
     return parser.message()
