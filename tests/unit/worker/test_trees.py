@@ -25,7 +25,9 @@ def _planted(count: int) -> tuple[Trees, Rows]:
                     wants=np.array([int(Want.SAMPLE | Want.EACH)], np.int32))
     trees, drafting = Trees(rows, 2, 3, 8), Drafting(plan, rows)
     trees.begin(plan)
-    whole, chain = trees.split(drafting)
+    parts = list[Drafting]()
+    chain = trees.split(drafting, parts.append)
+    whole, = parts
     assert len(whole.segments) == 1 and not len(chain.segments)
     growth = Growth(trees, whole, SampleOps())
     states = torch.zeros(1, 1)
