@@ -49,11 +49,12 @@ def cases(document: dict[str, Any], factor: int = 1000, most_bytes: int = 40 << 
     """The bodies for every route of an OpenAPI document, of at most about `most_bytes` each."""
     schemas, seen = document["components"]["schemas"], set()
     for path, methods in document["paths"].items():
-        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
-        if not content or str(content) in seen:
+        post = methods.get("post", {})
+        content, handler = post.get("requestBody", {}).get("content", {}), post.get("summary")
+        if not content or (handler, str(content)) in seen:
             # A second path of the same route.
             continue
-        seen.add(str(content))
+        seen.add((handler, str(content)))
         schema = _resolve(content["application/json"]["schema"], schemas)
         base = BASE.get(path) or _example(schema, schemas)
         for name, grow in _fields(schema, schemas, (), DEPTH):
