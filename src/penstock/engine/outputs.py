@@ -83,8 +83,7 @@ class Outputs:
 
     def push(self, updates: Iterable[Update]) -> list[Delta]:
         """One delta for each update of a sequence that has not ended, in order. Updates of others are ignored."""
-        deltas = [Delta(*msgspec.structs.astuple(update)) for update in updates]
-        return [delta for delta in deltas if self.complete(delta)]
+        return [delta for update in updates if self.complete(delta := Delta(*msgspec.structs.astuple(update)))]
 
     def complete(self, delta: Delta) -> bool:
         """Adds the text, and the end where a stop string is complete. False if the sequence has ended or is unknown."""

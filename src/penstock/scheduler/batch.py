@@ -38,7 +38,8 @@ class Batch:
         # Segments that other stages compute decode beside this step; rows that take turns do not.
         active = [s for s in running if s not in resting] if resting and self._limits.stages == 1 else running
         budget = self._budget(step, active, now)
-        apart = {s for s in running if s.goal - s.planned > 1 and step.later(s)}
+        reads = step.decode.segments < len(running)
+        apart = {s for s in running if s.goal - s.planned > 1 and step.later(s)} if reads else set()
         if apart or resting:
             # The last are the first to give their pages up.
             running.sort(key=lambda s: 2 if s in resting else s in apart)
@@ -126,7 +127,7 @@ class Batch:
         queues, limits = self._queues, self._limits
         reading = [s for s in running if s.goal - s.planned > 1]
         decoding = len(running) - len(reading)
-        read = sum([s.planned for s in running]) - sum([s.planned for s in reading])
+        read = sum([s.planned for s in running]) - (sum([s.planned for s in reading]) if reading else 0)
         step.decode = Load(decoding, decoding, read)
         waiting = bool(queues.waiting)
         if waiting and not queues.crowded:

@@ -6,6 +6,7 @@ position, prefill of more; the code does not distinguish them. `batch.py` and `a
 
 import heapq
 from collections.abc import Iterable
+from operator import attrgetter
 
 import numpy as np
 
@@ -138,7 +139,7 @@ class Scheduler:
             self.batch.extend(step, self.admission.admit(step, budget, now))
         self.policy.planned(step, now, len(self.queues.entered), bool(self.waiting))
         # A sequence's true start is uncertain only while drafts are in flight.
-        unsure = any(step.drafts for step in self.in_flight)
+        unsure = any(map(attrgetter("drafts"), self.in_flight))
         slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
         self.drafts.end(step)
         proposals = self.drafts.proposals(step) if step.drafts else []

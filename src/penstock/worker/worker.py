@@ -327,7 +327,8 @@ class Worker:
         self.arena.copy(plan.moves)
         if self.movers is not None:
             self.movers.load(plan)
-        if self.drafter is not None and not plan.idle:
+        idle = plan.idle
+        if self.drafter is not None and not idle:
             drafting = Drafting(plan, self.rows)
             if self.trees is not None:
                 self.trees.begin(plan)
@@ -336,12 +337,12 @@ class Worker:
             self.drafter.propose(drafting)
             if plan.tells_drafts:
                 told = Arriving(drafting.written())
-        whole = (plan.rests or not self._follows) and not plan.idle and self.verifier.thinking is None
+        whole = (plan.rests or not self._follows) and not idle and self.verifier.thinking is None
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
         if decoded is not None:
             return Launched(plan, interval.stop(whole=True), self.movers, None, Chosen([Sampled(decoded, None)]), self._picks)
         interval.mark(1)
-        if plan.idle:
+        if idle:
             interval.mark(2)
             return Launched(plan, interval.stop(), self.movers, None)
         wants = int(np.bitwise_or.reduce(plan.wants))
