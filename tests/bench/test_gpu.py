@@ -193,8 +193,8 @@ def test_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     child.write_text("import sys\nassert open(sys.argv[1] + '/config.json').read() and sys.stdin.readline() == 'begin\\n'\n"
                      "print('{\"decode_b1\": 0.1, \"decode_b8\": 0.2}')\n")
 
-    def runs(model: Path, count: int) -> Iterator[dict[str, float]]:
-        for found in told(model, count):
+    def runs(model: Path, count: int, say: Callable[[str], None]) -> Iterator[dict[str, float]]:
+        for found in told(model, count, say):
             busy.append(bool(inside))
             yield found | {"decode_b1": found["decode_b1"] + 0.01 * len(busy)}
 
@@ -216,7 +216,7 @@ def test_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert busy == [False] * 4 + [True] * 2
     child.write_text("raise SystemExit('no card')")
     with pytest.raises(ConfigError, match="a process failed: no card"):
-        list(told(tmp_path, 5))
+        list(told(tmp_path, 5, print))
     assert len(result["processes"][0]["runs"]["alone"]) == 4
     assert "decode_b1 in 4 processes alone: 0.110 least, 0.125 median, 0.140 most" in said
     for name in ("decode_b1", "decode_b8"):
