@@ -68,7 +68,7 @@ class DraftModel(Drafter):
         self._host = host
         self._budget = host.budget
         self._lag = lag(model.states)
-        # Of what it has missed while it rested; what slides out of a window may have been given back.
+        # The model makes up for so many positions behind a rest. Pages that a window has left may have been given back.
         self._backlog = self._lag if any(isinstance(state.keep, Window) for state in model.states) else self._budget - 1
         self._behind = np.zeros(len(host.rows.tokens), np.int32)
         """[row] positions before the row's last known token whose entries are missing."""
