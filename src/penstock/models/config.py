@@ -98,8 +98,9 @@ class Config:
             raise self.wrong(name, f"a list of {length} values, each {possible}")
         return value[:length]
 
-    def windows(self, layers: int, default: Callable[[int], bool], width: int) -> list[int]:
+    def windows(self, default: Callable[[int], bool], width: int) -> list[int]:
         """Each layer's sliding window, 0 for none: by `layer_types` if present, else where `default(layer)`."""
+        layers = self.integer("num_hidden_layers")
         kinds = self.listing("layer_types", layers, ("full_attention", "sliding_attention").__contains__,
                              "full_attention or sliding_attention")
         sliding = [default(i) for i in range(layers)] if kinds is None else [kind == "sliding_attention" for kind in kinds]

@@ -1,5 +1,9 @@
 """The vocabulary of family files: the specs, parts, rules and config readers that describe a model, in one import."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from penstock.layers.attention import AttentionSpec, QueryKeyNorm
 from penstock.layers.block import BlockSpec, BranchSpec
 from penstock.layers.embedding import DenseSpec, EmbeddingSpec, HeadSpec
@@ -18,7 +22,19 @@ from penstock.ops.routing import Routing
 
 __all__ = [
     "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "DenseSpec", "EmbeddingSpec", "Glu", "HeadSpec",
-    "LatentAttentionSpec", "LayerNormSpec", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "NoScaling", "QueryKeyNorm",
-    "RMSNormSpec", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat", "interleaved", "parts",
-    "rope", "rules", "transposed",
+    "LatentAttentionSpec", "LayerNormSpec", "Like", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "NoScaling",
+    "QueryKeyNorm", "RMSNormSpec", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat",
+    "interleaved", "parts", "rope", "rules", "transposed",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class Like:
+    """The members of a family's file, of a family that is in the file of another."""
+
+    ARCHITECTURES: tuple[str, ...]
+    MODEL_TYPES: tuple[str, ...]
+    DEFAULTS: Mapping[str, Any]
+    spec: Callable[[Config], ModelSpec]
+    RULES: Sequence[Rule] = rules.LLAMA
+    TASK: str = "generate"

@@ -1,6 +1,7 @@
 """Parts of the spec that Llama-like configs describe with the same keys. A family calls these, and adds only what differs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.core.errors import ModelError
@@ -103,13 +104,20 @@ def expert_count(config: Config) -> int:
     return config.integer(next((name for name in names if name in config.values), names[0]))
 
 
-def sparse_layers(config: Config) -> list[bool]:
-    """Returns for each layer whether it is a mixture: every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
+def routing(config: Config, score: str = "softmax", **more: Any) -> Routing:
+    """By `num_experts_per_tok` and the number of experts."""
+    return Routing(expert_count(config), config.integer("num_experts_per_tok"), score, **more)
+
+
+def some_experts(config: Config, **shared: Any) -> list[MixerSpec]:
+    """Each layer's feed-forward part: experts in every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
     layers, every = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise config.wrong("mlp_only_layers", "a list of layers' numbers")
-    return [(i + 1) % every == 0 and i not in dense for i in range(layers)]
+    mixture = experts(config, routing(config, normalise=config.flag("norm_topk_prob", False)), **shared)
+    mlp = gated_mlp(config)
+    return [mixture if (i + 1) % every == 0 and i not in dense else mlp for i in range(layers)]
 
 
 def sigmoid_routing(config: Config) -> Routing:
@@ -117,8 +125,8 @@ def sigmoid_routing(config: Config) -> Routing:
     experts, groups = expert_count(config), config.integer("n_group", 1)
     if experts % groups:
         raise config.wrong("n_group", f"a divisor of the number of experts ({experts})")
-    return Routing(experts, config.integer("num_experts_per_tok"), "sigmoid", config.flag("norm_topk_prob", False),
-                   config.number("routed_scaling_factor", 1.0), True, groups, config.integer("topk_group", 1))
+    return routing(config, "sigmoid", normalise=config.flag("norm_topk_prob", False), corrected=True, groups=groups,
+                   scale=config.number("routed_scaling_factor", 1.0), picked_groups=config.integer("topk_group", 1))
 
 
 def dense_then_experts(config: Config) -> list[MixerSpec]:
@@ -140,9 +148,24 @@ def pre_norm_block(attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, scale: 
     return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
 
 
-def uniform(config: Config, attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, **more: Any) -> ModelSpec:
-    """A model whose layers are all Llama's block of these."""
-    return decoder(config, [pre_norm_block(attention, mlp, norm)] * config.integer("num_hidden_layers"), norm, **more)
+def sliding(attention: AttentionSpec, windows: Iterable[int], full: AttentionSpec | None = None) -> list[AttentionSpec]:
+    """Each layer's attention, by its window. `full`: that of layers without a window, if it differs in more."""
+    return [replace(attention, window=window) if window else full or attention for window in windows]
+
+
+def layered(config: Config, attention: MixerSpec | Sequence[MixerSpec], mlp: MixerSpec | Sequence[MixerSpec], norm: NormSpec, *,
+            pre: bool = True, post: bool = False, same: bool = False, scale: float = 1.0, **more: Any) -> ModelSpec:
+    """A model of blocks of attention and a feed-forward part, which are of all layers or of each. `pre`, `post`: branches are
+    normed before, as Llama's, and after. `same`: both read what the norm before attention gives."""
+    before, after, layers = norm if pre else None, norm if post else None, config.integer("num_hidden_layers")
+
+    def block(first: MixerSpec, second: MixerSpec) -> BlockSpec:
+        branch = BranchSpec(first, before, after, scale=scale)
+        beside = BranchSpec(second, same=True) if same else BranchSpec(second, before, after, scale=scale)
+        return BlockSpec(((branch, beside),) if same else ((branch,), (beside,)))
+
+    both = (part if isinstance(part, Sequence) else [part] * layers for part in (attention, mlp))
+    return decoder(config, [block(first, second) for first, second in zip(*both, strict=True)], norm, **more)
 
 
 def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embedding: EmbeddingSpec | None = None,

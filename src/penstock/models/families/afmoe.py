@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from penstock.models import family
-from penstock.models.family import BranchSpec, Config, EmbeddingSpec, ModelSpec, QueryKeyNorm, Routing, Rule, parts, rope, rules
+from penstock.models.family import Config, EmbeddingSpec, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
 
 ARCHITECTURES = ("AfmoeForCausalLM",)
 MODEL_TYPES = ("afmoe",)
@@ -22,16 +21,13 @@ def spec(config: Config) -> ModelSpec:
     norm, layers = parts.rms_norm(config), config.integer("num_hidden_layers")
     if config.integer("n_group", 1) != 1 or config.integer("topk_group", 1) != 1:
         raise config.wrong("n_group", "1: experts in groups are not there")
-    routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), "sigmoid", True,
-                      config.number("route_scale", 1.0), True)
+    routing = parts.routing(config, "sigmoid", normalise=True, scale=config.number("route_scale", 1.0), corrected=True)
     shared = config.integer("num_shared_experts", 0, least=0) * config.integer("moe_intermediate_size")
     mixture, mlp = parts.experts(config, routing, shared_inner=shared), parts.gated_mlp(config)
-    turn, dense = rope(config, parts.head_size(config)), config.integer("num_dense_layers", 1, least=0)
-    every, blocks = config.integer("global_attn_every_n_layers", 4), []
-    windows = config.windows(layers, lambda layer: (layer + 1) % every != 0, config.integer("sliding_window", 1024))
-    for layer, window in enumerate(windows):
-        attention = parts.attention(config, rope=turn if window else None, window=window, norm=QueryKeyNorm(norm))
-        blocks.append(family.BlockSpec(((BranchSpec(dataclasses.replace(attention, gate=True), norm, norm),),
-                                 (BranchSpec(mlp if layer < dense else mixture, norm, norm),))))
+    every, dense = config.integer("global_attn_every_n_layers", 4), config.integer("num_dense_layers", 1, least=0)
+    windows = config.windows(lambda layer: (layer + 1) % every != 0, config.integer("sliding_window", 1024))
+    full = dataclasses.replace(parts.attention(config, rope=None, norm=QueryKeyNorm(norm)), gate=True)
+    turned = dataclasses.replace(full, rope=rope(config, parts.head_size(config)))
     scale = config.integer("hidden_size") ** 0.5 if config.flag("mup_enabled", False) else 1.0
-    return parts.decoder(config, blocks, norm, embedding=EmbeddingSpec(scale))
+    return parts.layered(config, parts.sliding(turned, windows, full), [mlp if i < dense else mixture for i in range(layers)],
+                         norm, post=True, embedding=EmbeddingSpec(scale))

@@ -29,4 +29,4 @@ def spec(config: Config) -> ModelSpec:
     attention = parts.attention(config, rope=None if tall else rope(config, parts.head_size(config)))
     attention = dataclasses.replace(attention, slopes=parts.slopes(heads) if tall else ())
     length = config.integer("model_max_length" if "model_max_length" in config.values else "max_position_embeddings")
-    return parts.uniform(config, attention, parts.gated_mlp(config), norm, max_positions=length)
+    return parts.layered(config, attention, parts.gated_mlp(config), norm, max_positions=length)

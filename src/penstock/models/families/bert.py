@@ -1,12 +1,11 @@
 """BERT, RoBERTa and XLM-R: encoders with learned positions, a norm after each sum, and labels of the first token. In `LIKE`
 those of this shape that rotate (NomicBERT, Jina 3) or slope (Jina 2) instead."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from penstock.models import family
-from penstock.models.families.llama import Like
-from penstock.models.family import BranchSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, NoNormSpec, Rule, parts, rope
+from penstock.models.family import BranchSpec, Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, NoNormSpec, Rule, parts, rope
 
 ARCHITECTURES = tuple(f"{name}{kind}" for name in ("Bert", "Roberta", "XLMRoberta", "Camembert")
                       for kind in ("Model", "ForMaskedLM"))
@@ -88,17 +87,12 @@ def nomic(config: Config) -> ModelSpec:
     return spec(config.changed(**given), theta=1000.0, gated=True, bias=False)
 
 
-@dataclass(frozen=True, eq=False)
-class LikeBert(Like):
-    TASK: str = "embed"
-
-
 LIKE = (
-    LikeBert(("NomicBertModel", "NomicBertForMaskedLM"), ("nomic_bert",),
-             {**DEFAULTS, "hidden_act": "silu", "max_position_embeddings": 2048}, nomic, RULES),
-    LikeBert(("JinaEmbeddingsV3Model", "JinaEmbeddingsV3ForMaskedLM"), ("jina_embeddings_v3",),
+    Like(("NomicBertModel", "NomicBertForMaskedLM"), ("nomic_bert",),
+             {**DEFAULTS, "hidden_act": "silu", "max_position_embeddings": 2048}, nomic, RULES, TASK),
+    Like(("JinaEmbeddingsV3Model", "JinaEmbeddingsV3ForMaskedLM"), ("jina_embeddings_v3",),
              {**DEFAULTS, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": 8194},
-             partial(spec, theta=20000.0), RULES),
-    LikeBert(("JinaBertModel", "JinaBertForMaskedLM"), ("jina_bert",), {**DEFAULTS, "position_embedding_type": "alibi"},
-             partial(spec, sloped=True, gated=True), RULES),
+             partial(spec, theta=20000.0), RULES, TASK),
+    Like(("JinaBertModel", "JinaBertForMaskedLM"), ("jina_bert",), {**DEFAULTS, "position_embedding_type": "alibi"},
+             partial(spec, sloped=True, gated=True), RULES, TASK),
 )

@@ -1,9 +1,10 @@
 """BLOOM: ALiBi, a norm behind the embedding, LayerNorms and biases throughout."""
 
-from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, MLPSpec, ModelSpec, Rule, interleaved, parts
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, MLPSpec, ModelSpec, Rule, interleaved, parts
 
 ARCHITECTURES = ("BloomForCausalLM",)
 MODEL_TYPES = ("bloom",)
+DEFAULTS = {"tie_word_embeddings": True}
 RULES = (
     Rule("[transformer.]word_embeddings.weight", "embedding.weight"),
     Rule("[transformer.]word_embeddings_layernorm.*", "embedding.norm.*"),
@@ -23,6 +24,5 @@ def spec(config: Config) -> ModelSpec:
     width, heads, size = parts.even_heads(config)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
     attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=True, output_bias=True, slopes=parts.slopes(heads))
-    return parts.uniform(config, attention, MLPSpec(width, 4 * width, "gelu_tanh", gated=False, bias=True), norm,
-                         embedding=EmbeddingSpec(norm=norm), head=HeadSpec(config.flag("tie_word_embeddings", True)),
-                         max_positions=config.integer("seq_length", LENGTH))
+    return parts.layered(config, attention, MLPSpec(width, 4 * width, "gelu_tanh", gated=False, bias=True), norm,
+                         embedding=EmbeddingSpec(norm=norm), max_positions=config.integer("seq_length", LENGTH))

@@ -1,7 +1,6 @@
 """ChatGLM 2 and 3, and GLM-4 in its first form: GLM-4 with matrices merged and names of its own."""
 
-from penstock.models import family
-from penstock.models.family import BranchSpec, Config, HeadSpec, MLPSpec, ModelSpec, RMSNormSpec, RopeSpec, Rule, parts
+from penstock.models.family import AttentionSpec, Config, HeadSpec, MLPSpec, ModelSpec, RMSNormSpec, RopeSpec, Rule, parts
 
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM")
 MODEL_TYPES = ("chatglm",)
@@ -25,9 +24,7 @@ def spec(config: Config) -> ModelSpec:
     width, heads, size = config.integer("hidden_size"), config.integer("num_attention_heads"), config.integer("kv_channels")
     kv_heads = config.integer("multi_query_group_num") if config.flag("multi_query_attention", False) else heads
     turn = RopeSpec(10000.0 * config.number("rope_ratio", 1.0), size // 2, interleaved=True)
-    attention = family.AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
-    mlp = MLPSpec(width, config.integer("ffn_hidden_size"), "silu")
-    block = family.BlockSpec(((BranchSpec(attention, norm),), (BranchSpec(mlp, norm),)))
-    config = config.changed(vocab_size=config.integer("padded_vocab_size"))
-    return parts.decoder(config, [block] * config.integer("num_layers"), norm, head=HeadSpec(False),
-                         max_positions=config.integer("seq_length"))
+    attention = AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
+    config = config.renamed(padded_vocab_size="vocab_size", num_layers="num_hidden_layers")
+    return parts.layered(config, attention, MLPSpec(width, config.integer("ffn_hidden_size"), "silu"), norm,
+                         head=HeadSpec(False), max_positions=config.integer("seq_length"))

@@ -1,7 +1,8 @@
 """Command R and Cohere 2 (Command A, Aya): parallel branches, LayerNorms without bias, interleaved rotation."""
 
-from penstock.models import family
-from penstock.models.family import BranchSpec, Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
+from dataclasses import replace
+
+from penstock.models.family import Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
 
 ARCHITECTURES = ("CohereForCausalLM", "Cohere2ForCausalLM")
 MODEL_TYPES = ("cohere", "cohere2")
@@ -14,17 +15,13 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    norm, bias = parts.layer_norm(config, bias=False), config.flag("attention_bias", False)
-    layers = config.integer("num_hidden_layers")
-    turn = rope(config, parts.head_size(config), interleaved=True)
-    normed = QueryKeyNorm(norm, own=True) if config.flag("use_qk_norm", False) else None
-    second = config.named("Cohere2ForCausalLM", "cohere2")
-    every = config.integer("sliding_window_pattern", 4)
-    windows = config.windows(layers, lambda layer: (layer + 1) % every != 0, config.nullable_integer("sliding_window", 4096))
-    blocks = []
-    for window in windows if second else [0] * layers:
-        # Cohere 2 rotates in sliding layers alone.
-        attention = parts.attention(config, rope=turn if window or not second else None, window=window, norm=normed, bias=bias)
-        blocks.append(family.BlockSpec(((BranchSpec(attention, norm), BranchSpec(parts.gated_mlp(config), same=True)),)))
-    return parts.decoder(config, blocks, norm, head=HeadSpec(config.flag("tie_word_embeddings", True),
-                                                             divisor=1.0 / config.number("logit_scale", 0.0625)))
+    norm, every = parts.layer_norm(config, bias=False), config.integer("sliding_window_pattern", 4)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config), interleaved=True),
+                                bias=config.flag("attention_bias", False),
+                                norm=QueryKeyNorm(norm, own=True) if config.flag("use_qk_norm", False) else None)
+    windows = config.windows(lambda layer: (layer + 1) % every != 0, config.nullable_integer("sliding_window", 4096))
+    # Cohere 2 rotates in sliding layers alone.
+    second = parts.sliding(attention, windows, replace(attention, rope=None))
+    head = HeadSpec(config.flag("tie_word_embeddings", True), divisor=1.0 / config.number("logit_scale", 0.0625))
+    return parts.layered(config, second if config.named("Cohere2ForCausalLM", "cohere2") else attention,
+                         parts.gated_mlp(config), norm, same=True, head=head)

@@ -5,7 +5,7 @@ Layers behind the last one draft (multi-token prediction): `models/draft_heads.p
 import dataclasses
 
 from penstock.models import family
-from penstock.models.family import Config, ModelSpec, Routing, Rule, SparseLatentAttentionSpec, parts, rope, rules
+from penstock.models.family import Config, MixerSpec, ModelSpec, Routing, Rule, SparseLatentAttentionSpec, parts, rope, rules
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v32", "deepseek_v3", "kimi_k2")
@@ -49,9 +49,8 @@ def spec(config: Config) -> ModelSpec:
     dense = min(config.integer("first_k_dense_replace", 0, least=0), layers)
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.wrong("moe_layer_freq", "1")
-    blocks = [parts.pre_norm_block(attention, parts.gated_mlp(config), norm)] * dense
+    mlps: list[MixerSpec] = [parts.gated_mlp(config)] * dense
     if dense < layers:
         shared = config.nullable_integer("n_shared_experts", 0) * config.integer("moe_intermediate_size")
-        mixture = parts.experts(config, routing(config), shared_inner=shared)
-        blocks += [parts.pre_norm_block(attention, mixture, norm)] * (layers - dense)
-    return dataclasses.replace(parts.decoder(config, blocks, norm), beyond=parts.draft_layers(config))
+        mlps += [parts.experts(config, routing(config), shared_inner=shared)] * (layers - dense)
+    return parts.layered(config, attention, mlps, norm, beyond=parts.draft_layers(config))

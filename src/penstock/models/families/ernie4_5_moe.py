@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.models.family import Config, HeadSpec, ModelSpec, Routing, Rule, parts, rope, rules
+from penstock.models.family import Config, HeadSpec, ModelSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM")
 MODEL_TYPES = ("ernie4_5_moe",)
@@ -20,14 +20,13 @@ RULES = (
 
 def spec(config: Config) -> ModelSpec:
     norm, bias, layers = parts.rms_norm(config), config.flag("use_bias", False), config.integer("num_hidden_layers")
-    routing = Routing(parts.expert_count(config), config.integer("moe_k"), normalise=True, corrected=True,
-                      least=config.number("moe_norm_min", 1e-12))
+    config = config.renamed(moe_k="num_experts_per_tok")
+    routing = parts.routing(config, normalise=True, corrected=True, least=config.number("moe_norm_min", 1e-12))
     shared = config.integer("moe_num_shared_experts", least=0) * config.integer("moe_intermediate_size")
     mixture = replace(parts.experts(config, routing, shared_inner=shared), shared_bias=bias)
     attention = parts.attention(config, rope=rope(config, parts.head_size(config), theta=500000.0, interleaved=True), bias=bias)
     first, last = (config.integer(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
     chosen, every = range(first, (last if last >= 0 else layers - 1) + 1), config.integer("moe_layer_interval", 1)
     mlp = parts.gated_mlp(config, bias=bias)
-    blocks = [parts.pre_norm_block(attention, mixture if i in chosen and (i + 1) % every == 0 else mlp, norm)
-              for i in range(layers)]
-    return parts.decoder(config, blocks, norm, head=HeadSpec(config.flag("tie_word_embeddings", True), bias=bias))
+    mlps = [mixture if i in chosen and (i + 1) % every == 0 else mlp for i in range(layers)]
+    return parts.layered(config, attention, mlps, norm, head=HeadSpec(config.flag("tie_word_embeddings", True), bias=bias))

@@ -3,11 +3,11 @@
 import torch
 
 from penstock.models import family
-from penstock.models.family import BlockSpec, BranchSpec, Config, HeadSpec, ModelSpec, Rule, by_group, parts, rope
+from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, Rule, by_group, parts, rope
 
 ARCHITECTURES = ("FalconForCausalLM", "RWForCausalLM")
 MODEL_TYPES = ("falcon", "RefinedWeb", "RefinedWebModel")
-DEFAULTS = {"activation": "gelu", "max_position_embeddings": 2048}
+DEFAULTS = {"activation": "gelu", "max_position_embeddings": 2048, "tie_word_embeddings": True}
 RULES = (
     Rule("[transformer.]word_embeddings.weight", "embedding.weight"),
     *Rule.named("[transformer.]h.#.", {"self_attention.query_key_value.*": ("attention.qkv.*", by_group),
@@ -35,15 +35,11 @@ def spec(config: Config) -> ModelSpec:
     new, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
     alibi = config.flag("alibi", False)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
-    attention = BranchSpec(family.AttentionSpec(
+    attention = family.AttentionSpec(
         width, heads, _kv_heads(config, heads, new), size, size**-0.5, None if alibi else rope(config, size), bias=bias,
-        output_bias=bias, slopes=_slopes(heads, size) if alibi else ()), norm)
+        output_bias=bias, slopes=_slopes(heads, size) if alibi else ())
     mlp = parts.plain_mlp(config, activation="activation", inner="ffn_hidden_size", multiple=4, bias=bias)
     if new and config.integer("num_ln_in_parallel_attn", 2) == 2:
-        block = BlockSpec(((attention, BranchSpec(mlp, norm)),))
-    elif new or config.flag("parallel_attn", True):
-        block = BlockSpec(((attention, BranchSpec(mlp, same=True)),))
-    else:
-        block = BlockSpec(((attention,), (BranchSpec(mlp, norm),)))
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm,
-                         head=HeadSpec(config.flag("tie_word_embeddings", True)))
+        block = BlockSpec(((BranchSpec(attention, norm), BranchSpec(mlp, norm)),))
+        return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)
+    return parts.layered(config, attention, mlp, norm, same=new or config.flag("parallel_attn", True))

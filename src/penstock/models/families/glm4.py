@@ -1,6 +1,6 @@
 """GLM-4 (9B) and GLM-4-0414: interleaved partial rotation; 0414 has norms after its branches, too."""
 
-from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, Rule, parts, rope, rules
+from penstock.models.family import Config, ModelSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("GlmForCausalLM", "Glm4ForCausalLM")
 MODEL_TYPES = ("glm", "glm4")
@@ -17,6 +17,4 @@ def spec(config: Config) -> ModelSpec:
     norm, bias = parts.rms_norm(config), config.flag("attention_bias", True)
     turn = rope(config, parts.head_size(config), fraction=0.5, interleaved=True)
     attention = parts.attention(config, rope=turn, bias=bias, output_bias=False)
-    post = norm if config.named("Glm4ForCausalLM", "glm4") else None
-    block = BlockSpec(((BranchSpec(attention, norm, post),), (BranchSpec(parts.gated_mlp(config), norm, post),)))
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)
+    return parts.layered(config, attention, parts.gated_mlp(config), norm, post=config.named("Glm4ForCausalLM", "glm4"))

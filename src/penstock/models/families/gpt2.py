@@ -1,31 +1,92 @@
-"""GPT-2: learned positions, LayerNorms, biases, matrices kept as [inputs, outputs]."""
+"""GPT-2, GPT-BigCode (StarCoder, SantaCoder), GPT-Neo and GPT-J: LayerNorms and biases; learned positions but in GPT-J."""
 
-from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, Rule, parts, transposed
+from collections.abc import Mapping
+from functools import partial
+
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, RopeSpec, Rule, parts
+from penstock.models.rules import Change, by_group, transposed
+
+
+def _rules(names: Mapping[str, str | tuple[str, Change] | None]) -> tuple[Rule, ...]:
+    """`names`: those of a layer besides its norms."""
+    return (
+        Rule("[transformer.]wte.weight", "embedding.weight"),
+        Rule("[transformer.]wpe.weight", "positions.weight"),
+        *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "ln_2.*": "mlp.pre.*", **names}),
+        Rule("[transformer.]ln_f.*", "norm.*"),
+        Rule("lm_head.*", "head.*"),
+    )
+
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)
-DEFAULTS = {"activation_function": "gelu_new", "n_positions": 1024}
-RULES = (
-    Rule("[transformer.]wte.weight", "embedding.weight"),
-    Rule("[transformer.]wpe.weight", "positions.weight"),
-    *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "attn.c_attn.*": ("attention.qkv.*", transposed),
-        "attn.c_proj.*": ("attention.o.*", transposed), "ln_2.*": "mlp.pre.*", "mlp.c_fc.*": ("mlp.up.*", transposed),
-        "mlp.c_proj.*": ("mlp.down.*", transposed), "attn.bias": None, "attn.masked_bias": None}),
-    Rule("[transformer.]ln_f.*", "norm.*"),
-    Rule("lm_head.weight", "head.weight"),
-)
+DEFAULTS = {"activation_function": "gelu_new", "n_positions": 1024, "tie_word_embeddings": True}
+_MASKS = {"attn.bias": None, "attn.masked_bias": None}
+# Matrices are kept as [inputs, outputs].
+RULES = _rules({"attn.c_attn.*": ("attention.qkv.*", transposed), "attn.c_proj.*": ("attention.o.*", transposed),
+                "mlp.c_fc.*": ("mlp.up.*", transposed), "mlp.c_proj.*": ("mlp.down.*", transposed), **_MASKS})
+BIGCODE = _rules({"attn.c_attn.*": ("attention.qkv.*", by_group), "attn.c_proj.*": "attention.o.*", "mlp.c_fc.*": "mlp.up.*",
+                  "mlp.c_proj.*": "mlp.down.*", **_MASKS})
+NEO = _rules({"attn.attention.q_proj.weight": "attention.q.weight", "attn.attention.k_proj.weight": "attention.k.weight",
+              "attn.attention.v_proj.weight": "attention.v.weight", "attn.attention.out_proj.*": "attention.o.*",
+              "attn.attention.bias": None, "attn.attention.masked_bias": None, "mlp.c_fc.*": "mlp.up.*",
+              "mlp.c_proj.*": "mlp.down.*"})
+J = _rules({"attn.q_proj.weight": "attention.q.weight", "attn.k_proj.weight": "attention.k.weight",
+            "attn.v_proj.weight": "attention.v.weight", "attn.out_proj.weight": "attention.o.weight",
+            "mlp.fc_in.*": "mlp.up.*", "mlp.fc_out.*": "mlp.down.*", **_MASKS})
 
 
-def spec(config: Config) -> ModelSpec:
-    config = config.renamed(n_embd="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
+def spec(config: Config, *, joined: bool = False) -> ModelSpec:
+    """`joined`: all query heads share one key and value, unless the config says otherwise."""
+    config = _renamed(config)
     config.absent("add_cross_attention")
     width, heads, size = parts.even_heads(config)
-    norm, positions = parts.layer_norm(config, "layer_norm_epsilon"), config.integer("n_positions")
     scale = size**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
-    mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
-    attentions = [AttentionSpec(width, heads, heads, size, scale / (layer if by_layer else 1), bias=True, output_bias=True)
+    kv_heads = 1 if joined and config.flag("multi_query", True) else heads
+    attentions = [AttentionSpec(width, heads, kv_heads, size, scale / (layer if by_layer else 1), bias=True, output_bias=True)
                   for layer in range(1, 1 + config.integer("num_hidden_layers"))]
-    return parts.decoder(config, [parts.pre_norm_block(attention, mlp, norm) for attention in attentions], norm,
-                         embedding=EmbeddingSpec(positions=positions), max_positions=positions,
-                         head=HeadSpec(config.flag("tie_word_embeddings", True)))
+    return _with_positions(config, attentions, config.integer("n_positions"))
+
+
+def _renamed(config: Config) -> Config:
+    return config.renamed(n_embd="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
+
+
+def _with_positions(config: Config, attentions: list[AttentionSpec], positions: int) -> ModelSpec:
+    mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
+    return parts.layered(config, attentions, mlp, parts.layer_norm(config, "layer_norm_epsilon"), max_positions=positions,
+                         embedding=EmbeddingSpec(positions=positions))
+
+
+def neo(config: Config) -> ModelSpec:
+    """Scores have no scale; some layers have a window, by attention_types: [[[kind, ...], repetitions], ...]."""
+    config = config.renamed(num_heads="num_attention_heads", num_layers="num_hidden_layers", intermediate_size="n_inner")
+    (width, heads, size), layers = parts.even_heads(config), config.integer("num_hidden_layers")
+    given = config.values.get("attention_types") or [[["global", "local"], layers // 2]]
+    windows = [config.integer("window_size", 256) if kind == "local" else 0
+               for kinds, times in given for _ in range(times) for kind in kinds]
+    if len(windows) != layers:
+        raise config.wrong("attention_types", f"kinds for {layers} layers")
+    attention = AttentionSpec(width, heads, heads, size, 1.0, output_bias=True)
+    return _with_positions(config, parts.sliding(attention, windows), config.integer("max_position_embeddings"))
+
+
+def j(config: Config) -> ModelSpec:
+    """Branches side by side with one norm, interleaved partial rotation, a head with bias."""
+    config = _renamed(config)
+    width, heads, size = parts.even_heads(config)
+    turn = RopeSpec(10000.0, config.nullable_integer("rotary_dim", 64) or size, interleaved=True)
+    mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
+    return parts.layered(config, AttentionSpec(width, heads, heads, size, size**-0.5, turn), mlp,
+                         parts.layer_norm(config, "layer_norm_epsilon"), same=True, max_positions=config.integer("n_positions"),
+                         head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True))
+
+
+LIKE = (
+    Like(("GPTBigCodeForCausalLM",), ("gpt_bigcode",), {**DEFAULTS, "activation_function": "gelu_pytorch_tanh"},
+         partial(spec, joined=True), BIGCODE),
+    Like(("GPTNeoForCausalLM",), ("gpt_neo",),
+         {"activation_function": "gelu_new", "max_position_embeddings": 2048, "tie_word_embeddings": True}, neo, NEO),
+    Like(("GPTJForCausalLM",), ("gptj",), {"activation_function": "gelu_new", "n_positions": 2048}, j, J),
+)

@@ -4,7 +4,8 @@ import dataclasses
 
 import torch
 
-from penstock.models.family import Config, Glu, ModelSpec, Routing, Rule, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, Glu, ModelSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPES = ("gpt_oss",)
@@ -39,13 +40,9 @@ RULES = (
 def spec(config: Config) -> ModelSpec:
     norm, bias = parts.rms_norm(config), config.flag("attention_bias", True)
     turn = rope(config, parts.head_size(config), theta=150000.0)
-    routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), "softmax_after")
     mixture = dataclasses.replace(
-        parts.experts(config, routing, inner="intermediate_size"), bias=True, router_bias=True,
+        parts.experts(config, parts.routing(config, "softmax_after"), inner="intermediate_size"), bias=True, router_bias=True,
         glu=Glu("silu", config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0), 1.0))
-    blocks = []
-    for window in config.windows(config.integer("num_hidden_layers"), lambda layer: layer % 2 == 0,
-                                 config.nullable_integer("sliding_window", 128)):
-        attention = parts.attention(config, rope=turn, window=window, bias=bias)
-        blocks.append(parts.pre_norm_block(dataclasses.replace(attention, sinks=True), mixture, norm))
-    return parts.decoder(config, blocks, norm)
+    attention = dataclasses.replace(parts.attention(config, rope=turn, bias=bias), sinks=True)
+    windows = llama.slides(lambda layer: layer % 2 == 0, 128)(config)
+    return parts.layered(config, parts.sliding(attention, windows), mixture, norm)

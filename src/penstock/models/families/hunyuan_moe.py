@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Routing, Rule, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, MixerSpec, ModelSpec, Routing, Rule, parts, rules
 
 ARCHITECTURES = ("HunYuanMoEV1ForCausalLM",)
 MODEL_TYPES = ("hunyuan_v1_moe",)
@@ -18,23 +19,21 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    norm, bias, layers = parts.rms_norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
-    picks = _of_each(config, "moe_topk", layers, 1)
-    shared = _of_each(config, "num_shared_expert", layers, 1)
-    inner = _of_each(config, "moe_intermediate_size", layers, config.integer("intermediate_size"))
-    turn = rope(_with_theta(config), parts.head_size(config))
-    attention = parts.attention(config, rope=turn, bias=bias, norm=QueryKeyNorm(norm, after=True))
-    blocks = []
-    for i in range(layers):
-        sized = Config({**config.given, "moe_intermediate_size": inner[i]}, DEFAULTS)
-        mixture = parts.experts(sized, Routing(parts.expert_count(config), picks[i], normalise=True),
-                                shared_inner=shared[i] * config.integer("intermediate_size"))
-        blocks.append(parts.pre_norm_block(attention, mixture, norm))
-    return parts.decoder(config, blocks, norm)
+    return llama.spec(_with_theta(config), normed="after", mlps=_mixtures)
 
 
-def _of_each(config: Config, name: str, layers: int, default: int) -> list[int]:
+def _mixtures(config: Config) -> list[MixerSpec]:
+    """Of each layer."""
+    wide, experts = config.integer("intermediate_size"), parts.expert_count(config)
+    numbers = (_of_each(config, name, default) for name, default in (
+        ("moe_topk", 1), ("num_shared_expert", 1), ("moe_intermediate_size", wide)))
+    return [parts.experts(config.changed(moe_intermediate_size=inner), Routing(experts, picks, normalise=True),
+                          shared_inner=shared * wide) for picks, shared, inner in zip(*numbers, strict=True)]
+
+
+def _of_each(config: Config, name: str, default: int) -> list[int]:
     """A value that configs state once, or for each layer."""
+    layers = config.integer("num_hidden_layers")
     if isinstance(config.values.get(name), list):
         found = config.listing(name, layers, lambda value: isinstance(value, int) and value > 0, "a whole number above 0")
         return found or []

@@ -21,4 +21,4 @@ def spec(config: Config) -> ModelSpec:
     bias = next((config.flag(name, False) for name in ("qkv_bias", "attention_bias") if name in config.values), whole)
     attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=bias, output_bias=whole)
     mlp = parts.gated_mlp(config, bias=whole and config.named("InternLM3ForCausalLM", "internlm3"))
-    return parts.uniform(config, attention, mlp, norm)
+    return parts.layered(config, attention, mlp, norm)

@@ -1,11 +1,12 @@
 """Llama 1 to 3.3, the many models of the same shape, and in `LIKE` those that differ from it in a few numbers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.models.family import Config, LayerNormSpec, MLPSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
+from penstock.models import family
+from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
@@ -13,30 +14,29 @@ DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048}
 RULES = rules.LLAMA
 
 
-def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp: Callable[..., MLPSpec] = parts.gated_mlp,
-         theta: float = 10000.0, fraction: float = 1.0, normed: str = "",
-         window: Callable[[int], bool] | None = None) -> ModelSpec:
-    """`normed`: queries and keys are, "before" or "after" rotation. `window`: layers that slide, unless the config says."""
-    each, bias, layers = norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
-    turn = rope(config, parts.head_size(config), theta=theta, fraction=fraction)
+def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp: Callable[..., MixerSpec] = parts.gated_mlp,
+         mlps: Callable[[Config], MixerSpec | Sequence[MixerSpec]] | None = None, normed: str = "", theta: float = 10000.0,
+         fraction: float = 1.0, interleaved: bool = False, windows: Callable[[Config], list[int]] | None = None,
+         **more: Any) -> ModelSpec:
+    """`mlps`: the layers' feed-forward parts, if they are not an `mlp` each. `normed`: queries and keys are, "before" or
+    "after" rotation, or over all heads together ("whole"). `windows`: of each layer. `more`: as `parts.layered` takes it."""
+    each, bias = norm(config), config.flag("attention_bias", False)
+    turn = rope(config, parts.head_size(config), theta=theta, fraction=fraction, interleaved=interleaved)
     attention = parts.attention(config, rope=turn, bias=bias, output_bias=config.flag("attention_out_bias", bias),
-                                norm=QueryKeyNorm(each, after=normed == "after") if normed else None)
+                                norm=QueryKeyNorm(each, normed == "whole", after=normed == "after") if normed else None)
     attention = replace(attention, clip=config.nullable_number("clip_qkv", 0.0))
-    windows = config.windows(layers, window, config.nullable_integer("sliding_window", 4096)) if window else [0] * layers
-    forward = mlp(config, bias=config.flag("mlp_bias", False))
-    blocks = [parts.pre_norm_block(replace(attention, window=width), forward, each) for width in windows]
-    return parts.decoder(config, blocks, each)
+    forward = mlps(config) if mlps else mlp(config, bias=config.flag("mlp_bias", False))
+    return parts.layered(config, parts.sliding(attention, windows(config)) if windows else attention, forward, each, **more)
 
 
-@dataclass(frozen=True, eq=False)
-class Like:
-    """The members of a family's file."""
+def slides(where: Callable[[int], bool] = lambda _layer: True, width: int = 4096) -> Callable[[Config], list[int]]:
+    """Each layer's window: unless the config says otherwise, `width` in the layers of these numbers; by default all slide."""
+    return lambda config: config.windows(where, config.nullable_integer("sliding_window", width))
 
-    ARCHITECTURES: tuple[str, ...]
-    MODEL_TYPES: tuple[str, ...]
-    DEFAULTS: Mapping[str, Any]
-    spec: Callable[[Config], ModelSpec]
-    RULES: Sequence[Rule] = RULES
+
+def biased(config: Config, default: bool) -> Config:
+    """With the biases of all matrices, which the config calls `use_bias`, under Llama's names."""
+    return config.changed(**dict.fromkeys(("attention_bias", "mlp_bias"), config.flag("use_bias", default)))
 
 
 APERTUS = (
@@ -49,6 +49,10 @@ HUNYUAN = (
     Rule("model.layers.#.self_attn.key_layernorm.weight", "blocks.#.attention.k_norm.weight"),
     *rules.LLAMA,
 )
+STARCODER2 = (
+    *Rule.named("model.layers.#.", {"mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}),
+    *rules.LAYER_NORM_LLAMA,
+)
 LIKE = (
     Like(("ApertusForCausalLM",), ("apertus",),
          {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5},
@@ -58,21 +62,30 @@ LIKE = (
     Like(("CwmForCausalLM",), ("cwm",),
          {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
           "rms_norm_eps": 1e-5, "sliding_window": 8192},
-         partial(spec, theta=1000000.0, window=lambda layer: layer % 4 != 0)),
+         partial(spec, theta=1000000.0, windows=slides(lambda layer: layer % 4 != 0))),
+    Like(("Ernie4_5ForCausalLM",), ("ernie4_5",), {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128},
+         lambda config: spec(biased(config, False), theta=500000.0, interleaved=True)),
+    Like(("HeliumForCausalLM",), ("helium",),
+         {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128, "attention_out_bias": False},
+         partial(spec, theta=100000.0, interleaved=True)),
     Like(("HunYuanDenseV1ForCausalLM",), ("hunyuan_v1_dense",),
          {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, partial(spec, normed="after"), HUNYUAN),
     Like(("Jais2ForCausalLM",), ("jais2",),
          {"hidden_act": "relu2", "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
          partial(spec, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=500000.0), rules.LAYER_NORM_LLAMA),
     Like(("MistralForCausalLM",), ("mistral",),
-         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8},
-         partial(spec, window=lambda _layer: True)),
+         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8}, partial(spec, windows=slides())),
     Like(("NemotronForCausalLM",), ("nemotron",), {"hidden_act": "relu2", "max_position_embeddings": 4096},
          partial(spec, norm=partial(parts.layer_norm, name="norm_eps", offset=1.0), mlp=parts.plain_mlp, fraction=0.5),
          rules.LAYER_NORM_LLAMA),
     Like(("OlmoForCausalLM",), ("olmo",), DEFAULTS,
-         partial(spec, norm=lambda _config: LayerNormSpec(1e-5, bias=False, weight=False))),
+         partial(spec, norm=lambda _config: family.LayerNormSpec(1e-5, bias=False, weight=False))),
     Like(("SeedOssForCausalLM",), ("seed_oss",),
          {"hidden_act": "silu", "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128,
           "attention_bias": True, "attention_out_bias": False}, spec),
+    Like(("Starcoder2ForCausalLM",), ("starcoder2",),
+         {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096, "num_key_value_heads": 2,
+          "tie_word_embeddings": True},
+         lambda config: spec(biased(config, True), norm=partial(parts.layer_norm, name="norm_epsilon"), mlp=parts.plain_mlp,
+                             windows=slides(width=0)), STARCODER2),
 )

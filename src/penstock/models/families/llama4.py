@@ -5,7 +5,7 @@ positions on. Both begin behind the context that is offered here, so attention i
 
 from dataclasses import replace
 
-from penstock.models.family import Config, ModelSpec, QueryKeyNorm, RMSNormSpec, Routing, Rule, parts, rope, rules
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, RMSNormSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Llama4ForCausalLM",)
 MODEL_TYPES = ("llama4_text",)
@@ -32,17 +32,15 @@ def spec(config: Config) -> ModelSpec:
         turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1") or turns
     sparse = config.values.get("moe_layers")
     sparse = range(step - 1, layers, step) if sparse is None else sparse
-    routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), "sigmoid_after")
-    mixture = replace(parts.experts(config, routing, inner="intermediate_size",
+    mixture = replace(parts.experts(config, parts.routing(config, "sigmoid_after"), inner="intermediate_size",
                                     shared_inner=config.integer("intermediate_size")), inward=True)
     mlp = parts.gated_mlp(Config({**config.given, "intermediate_size": config.integer("intermediate_size_mlp")}, DEFAULTS))
     # Without weights, the norm after the rotation is that before it.
     heads = QueryKeyNorm(RMSNormSpec(norm.eps, weight=False)) if config.flag("use_qk_norm", True) else None
-    blocks = []
-    for i, turned in enumerate(turns):
-        attention = parts.attention(config, rope=turn if turned else None, norm=heads if turned else None, bias=bias)
-        blocks.append(parts.pre_norm_block(attention, mixture if i in sparse else mlp, norm))
+    attentions = [parts.attention(config, rope=turn if turned else None, norm=heads if turned else None, bias=bias)
+                  for turned in turns]
+    mlps = [mixture if i in sparse else mlp for i in range(layers)]
     plain = min(config.nullable_integer("attention_chunk_size", 8192) or 1 << 30, config.integer("max_position_embeddings"))
     if config.flag("attn_temperature_tuning", True):
         plain = min(plain, config.integer("floor_scale") - 1)
-    return parts.decoder(config, blocks, norm, max_positions=plain)
+    return parts.layered(config, attentions, mlps, norm, max_positions=plain)

@@ -19,6 +19,6 @@ def spec(config: Config) -> ModelSpec:
         attention = parts.latent_attention(config, rope(config, config.integer("qk_rope_head_dim")))
     else:
         attention = parts.attention(config, rope=rope(config, parts.head_size(config)))
-    block = parts.pre_norm_block(attention, parts.gated_mlp(config), norm, scale=config.number("scale_depth") / layers**0.5)
     head = HeadSpec(config.flag("tie_word_embeddings", True), divisor=width / config.number("dim_model_base"))
-    return parts.decoder(config, [block] * layers, norm, embedding=EmbeddingSpec(config.number("scale_emb")), head=head)
+    return parts.layered(config, attention, parts.gated_mlp(config), norm, scale=config.number("scale_depth") / layers**0.5,
+                         embedding=EmbeddingSpec(config.number("scale_emb")), head=head)

@@ -18,4 +18,4 @@ def spec(config: Config) -> ModelSpec:
     attention = parts.attention(config, rope=turn, window=config.nullable_integer("sliding_window", 0))
     if beta:
         attention = dataclasses.replace(attention, growth=(float(beta), int(original)))
-    return parts.uniform(config, attention, parts.gated_mlp(config), norm)
+    return parts.layered(config, attention, parts.gated_mlp(config), norm)

@@ -1,6 +1,9 @@
-"""Mixtral: Mistral with experts, whose weights are normalised over the picked ones."""
+"""Mixtral, and in `LIKE` other mixtures of experts whose layers are Llama's otherwise."""
 
-from penstock.models.family import Config, ModelSpec, Routing, parts, rope, rules
+from functools import partial
+
+from penstock.models.families import llama
+from penstock.models.family import Config, Like, MixerSpec, ModelSpec, Rule, parts, rules
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)
@@ -9,8 +12,57 @@ DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 4096 * 32, "num_key
 RULES = (*rules.MIXTRAL_EXPERTS, *rules.LLAMA)
 
 
+def _experts(config: Config, score: str = "softmax", *, normalise: bool = True, corrected: bool = False) -> MixerSpec:
+    """Those of every layer, whose weights are normalised over the picked ones."""
+    routing = parts.routing(config, score, normalise=normalise, corrected=corrected)
+    return parts.experts(config, routing, inner="intermediate_size")
+
+
 def spec(config: Config) -> ModelSpec:
-    norm, turn = parts.rms_norm(config), rope(config, parts.head_size(config), theta=1000000.0)
-    routing = Routing(parts.expert_count(config), config.integer("num_experts_per_tok"), normalise=True)
-    attention = parts.attention(config, rope=turn, window=config.nullable_integer("sliding_window", 0))
-    return parts.uniform(config, attention, parts.experts(config, routing, inner="intermediate_size"), norm)
+    return llama.spec(config, mlps=_experts, theta=1000000.0, windows=llama.slides(width=0))
+
+
+def olmoe(config: Config) -> ModelSpec:
+    """Queries and keys are normed over all heads together."""
+    config.absent("clip_qkv")
+    return llama.spec(config, mlps=partial(_experts, normalise=config.flag("norm_topk_prob", False)), normed="whole")
+
+
+def minimax_m2(config: Config) -> ModelSpec:
+    """The same, and partial rotation, and experts by corrected sigmoids."""
+    size = parts.head_size(config)
+    return llama.spec(config, mlps=partial(_experts, score="sigmoid", corrected=True), theta=5000000.0, normed="whole",
+                      fraction=config.integer("rotary_dim", size) / size, beyond=parts.draft_layers(config))
+
+
+def glm4_moe(config: Config) -> ModelSpec:
+    """GLM-4.5, 4.6 and 4.7: dense layers first, then experts by corrected sigmoids in groups, and a shared one."""
+    return llama.spec(config, mlps=parts.dense_then_experts, normed="before" if config.flag("use_qk_norm", False) else "",
+                      fraction=0.5, beyond=parts.draft_layers(config))
+
+
+def dots1(config: Config) -> ModelSpec:
+    """dots.llm1: the same, with normed queries and keys, and windows in the upper layers."""
+    first = config.integer("max_window_layers", 62)
+    return llama.spec(config, mlps=parts.dense_then_experts, normed="before",
+                      windows=llama.slides(lambda layer: layer >= first))
+
+
+LIKE = (
+    Like(("Dots1ForCausalLM",), ("dots1",),
+         {"hidden_act": "silu", "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0,
+          "moe_intermediate_size": 1408, "norm_topk_prob": False}, dots1, (*rules.EXPERTS, *rules.LLAMA)),
+    Like(("Glm4MoeForCausalLM",), ("glm4_moe",),
+         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+          "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+          "norm_topk_prob": True, "moe_intermediate_size": 1408, "attention_out_bias": False}, glm4_moe,
+         (*rules.EXPERTS, *rules.LLAMA)),
+    Like(("MiniMaxM2ForCausalLM",), ("minimax_m2",),
+         {"hidden_act": "silu", "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
+          "num_experts_per_tok": 8, "num_local_experts": 256}, minimax_m2,
+         (Rule("model.layers.#.block_sparse_moe.e_score_correction_bias", "blocks.#.mlp.correction"), *rules.MIXTRAL_EXPERTS,
+          *rules.LLAMA)),
+    Like(("OlmoeForCausalLM",), ("olmoe",),
+         {"hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64,
+          "num_experts_per_tok": 8}, olmoe, (*rules.EXPERTS, *rules.LLAMA)),
+)

@@ -32,12 +32,10 @@ def spec(config: Config) -> ModelSpec:
     attention = family.AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
     near, far = (replace(attention, rope=rope(config, size, layer_type=f"{kind}_attention", theta=config.number(name, theta)))
                  for kind, name, theta in (("sliding", "local_rope_theta", 10000.0), ("full", "global_rope_theta", 160000.0)))
-    blocks = list[BlockSpec]()
     # Half of `local_attention` is seen on each side, and a window counts the token itself.
-    for window in config.windows(config.integer("num_hidden_layers"), lambda layer: layer % every != 0,
-                                 config.integer("local_attention", 128) // 2 + 1):
-        mixer = replace(near, window=window) if window else far
-        blocks.append(BlockSpec(((BranchSpec(mixer, pre=norm if blocks else None),), (BranchSpec(mlp, pre=norm),))))
+    windows = config.windows(lambda layer: layer % every != 0, config.integer("local_attention", 128) // 2 + 1)
+    blocks = [BlockSpec(((BranchSpec(mixer, pre=norm if layer else None),), (BranchSpec(mlp, pre=norm),)))
+              for layer, mixer in enumerate(parts.sliding(near, windows, far))]
     activation = config.choice("classifier_activation", family.ACTIVATIONS)
     dense = family.DenseSpec(activation, config.flag("classifier_bias", False), norm)
     mean = config.choice("classifier_pooling", {"cls": "cls", "mean": "mean"}) == "mean"

@@ -31,5 +31,5 @@ def spec(config: Config) -> ModelSpec:
                               slopes=parts.slopes(heads, most=given.integer("alibi_bias_max", 8)))
     attention = dataclasses.replace(attention, clip=given.nullable_number("clip_qkv", 0.0))
     # transformers' modules have this ratio whatever the config says.
-    return parts.uniform(config, attention, MLPSpec(width, 4 * width, "gelu", gated=False), norm, head=HeadSpec(True),
+    return parts.layered(config, attention, MLPSpec(width, 4 * width, "gelu", gated=False), norm, head=HeadSpec(True),
                          max_positions=config.integer("max_seq_len", 2048))

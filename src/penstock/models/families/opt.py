@@ -1,10 +1,10 @@
 """OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
 
-from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, LayerNormSpec, ModelSpec, Rule, parts
+from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, LayerNormSpec, ModelSpec, Rule, parts
 
 ARCHITECTURES = ("OPTForCausalLM",)
 MODEL_TYPES = ("opt",)
-DEFAULTS = {"activation_function": "relu", "max_position_embeddings": 2048}
+DEFAULTS = {"activation_function": "relu", "max_position_embeddings": 2048, "tie_word_embeddings": True}
 _DECODER = "[model.]decoder."
 _LAYER = _DECODER + "layers.#."
 RULES = (
@@ -29,6 +29,5 @@ def spec(config: Config) -> ModelSpec:
     bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
     attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="ffn_dim", bias=bias)
-    return parts.uniform(config, attention, mlp, norm, max_positions=positions,
-                         embedding=EmbeddingSpec(positions=positions, first_position=2),
-                         head=HeadSpec(config.flag("tie_word_embeddings", True)))
+    return parts.layered(config, attention, mlp, norm, max_positions=positions,
+                         embedding=EmbeddingSpec(positions=positions, first_position=2))

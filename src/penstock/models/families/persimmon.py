@@ -19,4 +19,4 @@ def spec(config: Config) -> ModelSpec:
     norm = parts.layer_norm(config)
     attention = parts.attention(config, rope=rope(config, parts.head_size(config), theta=25000.0, fraction=0.5), bias=True,
                                 norm=QueryKeyNorm(norm) if config.flag("qk_layernorm", True) else None)
-    return parts.uniform(config, attention, parts.plain_mlp(config, bias=True), norm)
+    return parts.layered(config, attention, parts.plain_mlp(config, bias=True), norm)

@@ -1,6 +1,6 @@
 """Phi-1, 1.5 and 2: parallel branches with one norm, partial rotation, biases throughout."""
 
-from penstock.models.family import BlockSpec, BranchSpec, Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
+from penstock.models.family import Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
 
 ARCHITECTURES = ("PhiForCausalLM",)
 MODEL_TYPES = ("phi",)
@@ -18,6 +18,5 @@ def spec(config: Config) -> ModelSpec:
     norm = parts.layer_norm(config)
     attention = parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.5), bias=True,
                                 norm=QueryKeyNorm(norm) if config.flag("qk_layernorm", False) else None)
-    branches = BranchSpec(attention, norm), BranchSpec(parts.plain_mlp(config, bias=True), same=True)
-    return parts.decoder(config, [BlockSpec((branches,))] * config.integer("num_hidden_layers"), norm,
+    return parts.layered(config, attention, parts.plain_mlp(config, bias=True), norm, same=True,
                          head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True))

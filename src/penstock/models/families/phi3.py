@@ -20,4 +20,4 @@ def spec(config: Config) -> ModelSpec:
     norm, mlp = parts.rms_norm(config), parts.gated_mlp(config)
     turn = rope(config, parts.head_size(config), aliases={"su": "longrope", "yarn": "longrope"})
     attention = parts.attention(config, rope=turn, window=config.nullable_integer("sliding_window", 0))
-    return parts.uniform(config, attention, mlp, norm)
+    return parts.layered(config, attention, mlp, norm)

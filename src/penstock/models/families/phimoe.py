@@ -1,6 +1,7 @@
 """Phi-3.5-MoE: layer norms with biases, LongRoPE, and experts picked one after another (sparsemixer)."""
 
-from penstock.models.family import Config, HeadSpec, LayerNormSpec, ModelSpec, Routing, Rule, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, HeadSpec, LayerNormSpec, ModelSpec, Routing, Rule, parts, rules
 
 ARCHITECTURES = ("PhimoeForCausalLM", "PhiMoEForCausalLM")
 MODEL_TYPES = ("phimoe",)
@@ -17,15 +18,13 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    norm, bias = LayerNormSpec(config.number("rms_norm_eps")), config.flag("attention_bias", False)
     if config.integer("num_experts_per_tok") != 2:
         raise config.wrong("num_experts_per_tok", "2: experts are picked and weighted in pairs")
     routing = Routing(parts.expert_count(config), 2, "sparsemixer", jitter=config.number("router_jitter_noise"))
-    attention = parts.attention(_one_scale(config), rope=rope(_one_scale(config), parts.head_size(config), theta=1000000.0),
-                                window=config.nullable_integer("sliding_window", 0), bias=bias)
-    block = parts.pre_norm_block(attention, parts.experts(config, routing, inner="intermediate_size"), norm)
-    head = HeadSpec(config.flag("tie_word_embeddings", False), bias=config.flag("lm_head_bias", False))
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm, head=head)
+    mixture = parts.experts(config, routing, inner="intermediate_size")
+    return llama.spec(_one_scale(config), norm=lambda config: LayerNormSpec(config.number("rms_norm_eps")), theta=1000000.0,
+                      mlps=lambda _config: mixture, windows=llama.slides(width=0),
+                      head=HeadSpec(config.flag("tie_word_embeddings", False), bias=config.flag("lm_head_bias", False)))
 
 
 def _one_scale(config: Config) -> Config:

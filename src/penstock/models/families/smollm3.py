@@ -1,10 +1,10 @@
 """SmolLM3: Llama in which every fourth layer rotates nothing (NoPE)."""
 
-from penstock.models.family import Config, HeadSpec, ModelSpec, parts, rope, rules
+from penstock.models.family import Config, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 MODEL_TYPES = ("smollm3",)
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "num_key_value_heads": 4}
+DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True}
 RULES = rules.LLAMA
 
 
@@ -15,10 +15,6 @@ def spec(config: Config) -> ModelSpec:
     turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1")
     turns = [(i + 1) % every != 0 for i in range(layers)] if turns is None else turns
     width = config.nullable_integer("sliding_window", 0) if config.flag("use_sliding_window", False) else 0
-    windows = config.windows(layers, lambda layer: not turns[layer], width)
-    mlp = parts.gated_mlp(config, bias=config.flag("mlp_bias", False))
-    blocks = []
-    for turned, window in zip(turns, windows, strict=True):
-        attention = parts.attention(config, rope=turn if turned else None, window=window, bias=bias)
-        blocks.append(parts.pre_norm_block(attention, mlp, norm))
-    return parts.decoder(config, blocks, norm, head=HeadSpec(config.flag("tie_word_embeddings", True)))
+    attentions = [parts.attention(config, rope=turn if turned else None, window=window, bias=bias) for turned, window
+                  in zip(turns, config.windows(lambda layer: not turns[layer], width), strict=True)]
+    return parts.layered(config, attentions, parts.gated_mlp(config, bias=config.flag("mlp_bias", False)), norm)

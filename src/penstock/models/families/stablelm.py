@@ -1,6 +1,6 @@
 """StableLM: Llama with LayerNorms and partial rotation, perhaps with parallel branches and normed heads."""
 
-from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
 
 ARCHITECTURES = ("StableLmForCausalLM", "StableLMEpochForCausalLM")
 MODEL_TYPES = ("stablelm", "stablelm_epoch")
@@ -15,11 +15,6 @@ RULES = (
 def spec(config: Config) -> ModelSpec:
     norm = parts.layer_norm(config)
     normed = QueryKeyNorm(parts.layer_norm(config, bias=False), own=True) if config.flag("qk_layernorm", False) else None
-    attention = BranchSpec(parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.25), norm=normed,
-                                           bias=config.flag("use_qkv_bias", False), output_bias=False), norm)
-    mlp = parts.gated_mlp(config)
-    if config.flag("use_parallel_residual", False):
-        block = BlockSpec(((attention, BranchSpec(mlp, same=True)),))
-    else:
-        block = BlockSpec(((attention,), (BranchSpec(mlp, norm),)))
-    return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.25), norm=normed,
+                                bias=config.flag("use_qkv_bias", False), output_bias=False)
+    return parts.layered(config, attention, parts.gated_mlp(config), norm, same=config.flag("use_parallel_residual", False))
