@@ -1,1 +1,2 @@
-"""One file for each dialect. A file here is found by being here, and has one or more `Dialect`s in DIALECTS."""
+"""Dialects, in a file for each maker or each way of writing calls. A file is found by being here, and lists its `Dialect`s in
+DIALECTS."""

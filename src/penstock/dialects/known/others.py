@@ -1,7 +1,9 @@
-"""Smaller dialects: Apertus, Functionary 3.1 and 3.2, GigaChat 3, MiniCPM 5."""
+"""Dialects with forms of their own: Apertus, Functionary 3.1 and 3.2, GigaChat 3, MiniCPM 5, gpt-oss and MiroThinker."""
 
 from penstock.dialects.description import THINK, Block, Dialect, Json, Named, Reasoning, Tags, Written
 
+MCP = Named(("<tool_name>",), ("</tool_name>\n<arguments>", "</tool_name><arguments>"),
+            header=("<server_name>", "</server_name>"))
 DIALECTS = (
     Dialect("apertus", (Block("<|tools_prefix|>", Json(keyed=True), "<|tools_suffix|>"),),
             Written('{{"{name}": {arguments}}}', "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
@@ -20,4 +22,12 @@ DIALECTS = (
             Written('<function name="{name}">{arguments}</function>', separator="\n",
                     parameter='<param name="{key}">{value}</param>'), THINK, signs=(('<function name="', '<param name="'),),
             rank=48),
+    # A call names one of several MCP servers.
+    Dialect("mirothinker", (Block("<use_mcp_tool>", MCP, "</use_mcp_tool>", ("</arguments>",)),),
+            Written("<server_name>default</server_name>\n<tool_name>{name}</tool_name>\n<arguments>\n{arguments}\n</arguments>\n",
+                    "<use_mcp_tool>\n", "", "</use_mcp_tool>"),
+            THINK, signs=(("<use_mcp_tool>", "<server_name>"),), rank=60),
+    Dialect("openai", written=Written("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"),
+            harmony=True, parallel=False, aliases=("harmony", "gpt_oss", "gpt-oss"),
+            reasoning_names=("openai_gptoss", "GptOss"), signs=(("<|channel|>", "<|message|>"),), rank=70),
 )
