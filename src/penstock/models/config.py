@@ -151,18 +151,6 @@ def _optional(where: Config, name: str) -> float | None:
     return where.number(name) if name in where.values else None
 
 
-def _plain(_where: Config, _config: Config, _dim: int) -> RopeScaling:
-    return NoScaling()
-
-
-def _linear(where: Config, _config: Config, _dim: int) -> RopeScaling:
-    return ropes.LinearScaling(where.number("factor"))
-
-
-def _dynamic(where: Config, config: Config, _dim: int) -> RopeScaling:
-    return ropes.DynamicScaling(where.number("factor"), config.integer("max_position_embeddings"))
-
-
 def _llama3(where: Config, config: Config, _dim: int) -> RopeScaling:
     return ropes.Llama3Scaling(where.number("factor"), where.number("low_freq_factor"), where.number("high_freq_factor"),
                                _original(where, config))
@@ -188,10 +176,12 @@ def _longrope(where: Config, config: Config, dim: int) -> RopeScaling:
     return ropes.LongRopeScaling(sets[0], sets[1], original, factor, _optional(where, "attention_factor"))
 
 
+_FACTOR = ("factor", "original_max_position_embeddings")
 _SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], RopeScaling]]] = {
-    "default": (("factor", "original_max_position_embeddings"), _plain),
-    "linear": (("factor", "original_max_position_embeddings"), _linear),
-    "dynamic": (("factor", "original_max_position_embeddings"), _dynamic),
+    "default": (_FACTOR, lambda *_: NoScaling()),
+    "linear": (_FACTOR, lambda where, *_: ropes.LinearScaling(where.number("factor"))),
+    "dynamic": (_FACTOR, lambda where, config, _: ropes.DynamicScaling(where.number("factor"),
+                                                                       config.integer("max_position_embeddings"))),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _llama3),
     "yarn": (("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
               "mscale_all_dim", "truncate"), _yarn),

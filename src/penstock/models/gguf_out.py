@@ -10,8 +10,7 @@ import torch
 
 from penstock.checkpoint import gguf_writing, read_config
 from penstock.core.errors import ConfigError
-from penstock.models.registry import checkpoint_of, configured, describe
-from penstock.models.translated import Translated
+from penstock.models.quantized import plain
 from penstock.models.weights import Progress
 from penstock.quant.gguf import GGUF
 
@@ -24,18 +23,12 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
         raise ConfigError(f"{out} is there already; name a new file")
     if scheme == "q4_k_m":
         scheme, rules = "q4_k", {**rules, **_more_bits(read_config(folder))}
-    given = configured(folder, scheme, rules)
-    if given["quantization_config"].get("quant_method") != "at-load":
-        raise ConfigError(f"{folder} is quantized already; take the model's unquantized folder")
+    given, checkpoint = plain(folder, scheme, rules, dtype)
     prefix, arch = gguf_writing.architecture(given)
-    checkpoint = checkpoint_of(folder, given, describe(given), dtype)
-    assert isinstance(checkpoint, Translated)
     schemes = {f"{name}.weight": form.scheme for name, form in checkpoint.modules().items()}
     other = next((scheme.name for scheme in schemes.values() if not isinstance(scheme, GGUF)), None)
     if other is not None:
         raise ConfigError(f"GGUF has no {other}; possible are q8_0, q6_k, q5_1, q5_0, q4_1, q4_0, q4_k and q4_k_m")
-    if not schemes:
-        raise ConfigError(f"no matrix of {folder} can be stored as {scheme}: its blocks do not fill the rows")
     metadata = gguf_writing.metadata_of(folder, given, scheme)
     heads = {"q_proj": given["num_attention_heads"], "k_proj": metadata[f"{prefix}.attention.head_count_kv"]}
     raw = {name: stored for name, stored in checkpoint.raw().items()

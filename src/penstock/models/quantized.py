@@ -40,20 +40,26 @@ _FOLDING = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 METHODS = ("gptq", "awq", "smoothquant")
 
 
-def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None,
-          moments: Moments | None = None, method: str = "gptq") -> int:
-    """Writes compressed-tensors, calibrated where there are moments; returns all bytes. ConfigError or ModelError: why not."""
+def plain(folder: Path, scheme: str, rules: Mapping[str, str], dtype: str) -> tuple[dict[str, Any], Translated]:
+    """A plain model's config with what is asked of its weights, and its checkpoint. ConfigError: none can be stored so."""
     given = configured(folder, scheme, rules)
     if given["quantization_config"].get("quant_method") != "at-load":
         raise ConfigError(f"{folder} is quantized already; take the model's unquantized folder")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name a new folder")
     checkpoint = checkpoint_of(folder, given, describe(given), dtype)
     assert isinstance(checkpoint, Translated)
+    if not checkpoint.modules():
+        raise ConfigError(f"no matrix of {folder} can be stored as {scheme}: its blocks do not fill the rows")
+    return given, checkpoint
+
+
+def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None,
+          moments: Moments | None = None, method: str = "gptq") -> int:
+    """Writes compressed-tensors, calibrated where there are moments; returns all bytes. ConfigError or ModelError: why not."""
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; name a new folder")
+    given, checkpoint = plain(folder, scheme, rules, dtype)
     modules = checkpoint.modules()
     schemes = {name: writing.writable(form.scheme, dtype) for name, form in modules.items()}
-    if not schemes:
-        raise ConfigError(f"no matrix of {folder} can be stored as {scheme}: its blocks do not fill the rows")
     unusual = [name for name in modules if checkpoint.rearranged(name)]
     if unusual:
         raise ConfigError(f"{unusual[0]} is not stored as a matrix [outputs, inputs], which compressed-tensors needs; quantize "
@@ -92,9 +98,8 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
             if progress is not None:
                 progress(done, total)
     files.close()
-    plain = sorted(name for name in checkpoint.linears() if name not in schemes)
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = writing.config(schemes, plain)
+    config["quantization_config"] = writing.config(schemes, sorted(set(checkpoint.linears()) - schemes.keys()))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in folder.iterdir():
         if path.suffix in (".json", ".model", ".jinja", ".txt") and path.name not in ("config.json", INDEX):
