@@ -25,6 +25,6 @@ def spec(config: Config) -> ModelSpec:
     kv_heads = config.integer("multi_query_group_num") if config.flag("multi_query_attention", False) else heads
     turn = RopeSpec(10000.0 * config.number("rope_ratio", 1.0), size // 2, interleaved=True)
     attention = AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
-    config = config.renamed(padded_vocab_size="vocab_size", num_layers="num_hidden_layers")
+    config = config.changed(vocab_size=config.integer("padded_vocab_size"), num_hidden_layers=config.integer("num_layers"))
     return parts.layered(config, attention, MLPSpec(width, config.integer("ffn_hidden_size"), "silu"), norm,
                          head=HeadSpec(False), max_positions=config.integer("seq_length"))

@@ -20,7 +20,7 @@ RULES = (
 
 def spec(config: Config) -> ModelSpec:
     norm, bias, layers = parts.rms_norm(config), config.flag("use_bias", False), config.integer("num_hidden_layers")
-    config = config.renamed(moe_k="num_experts_per_tok")
+    config = config.changed(num_experts_per_tok=config.integer("moe_k"))
     routing = parts.routing(config, normalise=True, corrected=True, least=config.number("moe_norm_min", 1e-12))
     shared = config.integer("moe_num_shared_experts", least=0) * config.integer("moe_intermediate_size")
     mixture = replace(parts.experts(config, routing, shared_inner=shared), shared_bias=bias)

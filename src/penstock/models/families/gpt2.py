@@ -42,7 +42,7 @@ def spec(config: Config, *, joined: bool = False) -> ModelSpec:
     config.absent("add_cross_attention")
     width, heads, size = parts.even_heads(config)
     scale = size**-0.5 if config.flag("scale_attn_weights", True) else 1.0
-    by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
+    by_layer = not joined and config.flag("scale_attn_by_inverse_layer_idx", False)
     kv_heads = 1 if joined and config.flag("multi_query", True) else heads
     attentions = [AttentionSpec(width, heads, kv_heads, size, scale / (layer if by_layer else 1), bias=True, output_bias=True)
                   for layer in range(1, 1 + config.integer("num_hidden_layers"))]
