@@ -17,7 +17,7 @@ DEVELOPING := $(VENV)/.ready-to-develop
 PARALLEL := -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve hostile test test-all mutants lint bench clean
+.PHONY: help setup serve hostile test test-all mutants lint bench docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -49,6 +49,10 @@ lint: $(DEVELOPING)
 
 bench: $(DEVELOPING)
 	$(BIN)/python bench/run.py $(ARGS)
+
+# Makes build/site/index.html and the pages around it from docs/.
+docs: $(DEVELOPING)
+	$(BIN)/mkdocs build --strict -q -f docs/site/mkdocs.yml
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
