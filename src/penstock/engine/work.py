@@ -149,8 +149,11 @@ class Workers:
                 self._changed.wait()
 
 
-def give_back_memory() -> None:
-    """Returns freed memory to the system, which the allocator would keep. Takes some milliseconds."""
+def give_back_memory(at_rest: bool = False) -> None:
+    """Returns freed memory to the system, which the allocator would keep. Takes some milliseconds. `at_rest`: frees what only
+    cycles hold as well, such as the body of a request whose error refers to it; that stops every thread for so long."""
+    if at_rest:
+        gc.collect()
     if _trim is not None:
         _trim(0)
 

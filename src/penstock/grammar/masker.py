@@ -9,9 +9,10 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.core.masking import MaskedSegment
 from penstock.core.plan import Ints, Masks
@@ -184,11 +185,12 @@ class Masker:
         if not moved or spare <= 0:
             return
         wide = bits.view(np.uint32 if self._words % 2 else np.uint64)
-        allowed = np.bitwise_count(wide).sum(1, dtype=np.uint32).tolist()
+        # A part of the words tells nearly all masks that allow many tokens.
+        some = _allowed(wide[:, :wide.shape[1] // 16 + 1]).tolist()
         for first, segment, state in moved:
             if spare <= 0:
                 break
-            if allowed[first] > _FEW or state.matcher is None:
+            if some[first] > _FEW or _allowed(wide[first]) > _FEW or state.matcher is None:
                 continue
             state.forced = forced = state.matcher.compute_ff_tokens()
             if not forced:
@@ -269,6 +271,11 @@ class Masker:
         from llguidance import LLExecutor
 
         return LLExecutor()
+
+
+def _allowed(words: npt.NDArray[Any]) -> Any:
+    """The number of tokens that masks allow, summed over the last axis."""
+    return np.bitwise_count(words).sum(-1, dtype=np.uint32)
 
 
 def _numbered(rows: list[_Row]) -> Iterator[tuple[int, list[int], int]]:

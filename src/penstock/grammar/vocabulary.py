@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,6 +13,11 @@ from penstock.text import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer, TokenizerWrapper
+
+
+_FORCED = ('{"', '{"name": "', '", "age": ', "}", "]}", '": [', " true", "false}", "<tool_call>\n{", "\n</tool_call>", "  - ",
+           "12", "functions.get_weather:0", "été", "日本語")
+"""Texts as grammars force them."""
 
 
 @dataclass
@@ -37,7 +43,9 @@ def texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
 
 def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> LLTokenizer:
     """Returns llguidance's tokenizer; takes seconds for 200,000 tokens. `tokens` are the model's `texts`; each of `eos_ids`
-    ends an answer. Raises RequestError if the model has no end-of-sequence token."""
+    ends an answer. Raises RequestError if the model has no end-of-sequence token.
+
+    Where it agrees with ours, llguidance's own reading of a tokenizer.json serves: its threads then never wait for Python."""
     from llguidance import LLTokenizer
 
     ends = [token for token in eos_ids if token < len(tokens)] or [t for t in (tokenizer.eos_id,) if t is not None]
@@ -54,4 +62,21 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
         return found[len(before):] if found[:len(before)] == before else tokenizer.encode(text, add_special_tokens=False)
 
     special = sorted(token for token in tokenizer.special_ids if token < len(tokens))
+    definition = tokenizer.definition()
+    if definition is not None:
+        # A form of tokenizer.json that llguidance does not know is no error here.
+        with contextlib.suppress(Exception):
+            own = LLTokenizer(definition, n_vocab=len(tokens), eos_token=ends)
+            if _equal(own, tokens, frozenset(special), encode):
+                return own
     return LLTokenizer(cast("TokenizerWrapper", Described(tokens, encode, ends[0], tokenizer.bos_id, special)), eos_token=ends)
+
+
+def _equal(own: LLTokenizer, tokens: list[bytes], special: frozenset[int], encode: Callable[[str], list[int]]) -> bool:
+    """Whether llguidance has the same tokens, and cuts the texts that grammars force into the same ones. It takes other added
+    tokens than special ones for special, and tokens without bytes or with byte 255 first, by which it marks special ones."""
+    marked = special.union(token for token, text in enumerate(tokens) if text[:1] in (b"", b"\xff"))
+    return (own.vocab_size == len(tokens)
+            and all(own.is_special_token(token) == (token in marked) for token in range(len(tokens)))
+            and all(own.decode_bytes([token]) == text for token, text in enumerate(tokens) if not own.is_special_token(token))
+            and all(own.tokenize_str(text) == encode(text) for text in _FORCED))

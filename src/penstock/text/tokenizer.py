@@ -104,6 +104,10 @@ class Tokenizer:
         hidden = self.special_ids.difference(shown) if skip_special_tokens else frozenset()
         return self._vocabulary.detokenizer(hidden, after)
 
+    def definition(self) -> str | None:
+        """The vocabulary as a tokenizer.json; None if it is a sentencepiece file."""
+        return self._vocabulary.definition() if isinstance(self._vocabulary, FastVocabulary) else None
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
         return self._vocabulary.id_of(token)
