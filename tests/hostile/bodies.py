@@ -32,6 +32,9 @@ BASE: dict[str, dict[str, Any]] = {
 }
 """A good body of each route, in which one field is grown."""
 
+ALSO = {"/v1/chat/completions": ("/invocations",), "/v1/completions": ("/invocations",)}
+"""Routes that take another's bodies, of which the document does not tell."""
+
 DEPTH = 3
 """How deep nested fields are grown."""
 
@@ -43,6 +46,8 @@ class Case(NamedTuple):
     name: str
     """The field that is grown, and to what size."""
     body: bytes
+    kind: str = "application/json"
+    """Its content type."""
 
 
 def cases(document: dict[str, Any], factor: int = 1000, most_bytes: int = 40 << 20) -> Iterator[Case]:
@@ -51,8 +56,8 @@ def cases(document: dict[str, Any], factor: int = 1000, most_bytes: int = 40 << 
     for path, methods in document["paths"].items():
         post = methods.get("post", {})
         content, handler = post.get("requestBody", {}).get("content", {}), post.get("summary")
-        if not content or (handler, str(content)) in seen:
-            # A second path of the same route.
+        if "application/json" not in content or (handler, str(content)) in seen:
+            # No body, a form (`forms.py`), or a second path of the same route.
             continue
         seen.add((handler, str(content)))
         schema = _resolve(content["application/json"]["schema"], schemas)
@@ -61,8 +66,9 @@ def cases(document: dict[str, Any], factor: int = 1000, most_bytes: int = 40 << 
             limit = grow.limit
             for size in dict.fromkeys((limit, limit + 1, limit * factor)):
                 size = max(1, min(size, most_bytes // grow.bytes_each))
-                body = _placed(base, name, grow.make(size))
-                yield Case(path, f"{'.'.join(map(str, name))} x {size}", json.dumps(body).encode())
+                body = json.dumps(_placed(base, name, grow.make(size))).encode()
+                for place in (path, *ALSO.get(path, ())):
+                    yield Case(place, f"{'.'.join(map(str, name))} x {size}", body)
 
 
 class _Growth(NamedTuple):

@@ -20,12 +20,16 @@ import statistics
 import sys
 import time
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 
 from tests.hostile.bodies import cases
+from tests.hostile.calls import METHODS, calls
+from tests.hostile.forms import forms
 from tests.hostile.test_bodies import KNOWN
 from tests.system.served import Served, served
 
@@ -35,7 +39,6 @@ ALONE = max(10.0, SECONDS / 10)
 
 LATENCY_RISE, HEALTH_RISE, MEMORY_RISE = 0.10, 0.050, 0.05
 
-JSON = {"Content-Type": "application/json"}
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
@@ -107,12 +110,12 @@ def ordinary(url: str, rate: float, until: float, found: Any) -> None:
     found.put(dict(statuses))
 
 
-def attack(url: str, document: dict[str, Any], until: float, found: Any) -> None:
+def attack(url: str, grpc_address: str, document: dict[str, Any], until: float, found: Any) -> None:
     """All attackers at once until `until` (time.monotonic()); puts the counts of statuses into `found`. They take only
     processor time that nobody else wants: they stand for other machines, whose own work is no load of the server's."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     statuses: Counter[str] = Counter()
-    asyncio.run(_attack(url, document, until, statuses))
+    asyncio.run(_attack(url, grpc_address, document, until, statuses))
     found.put(dict(statuses))
 
 
@@ -137,7 +140,7 @@ def trivial(port: Any) -> None:
     asyncio.run(serve())
 
 
-async def _attack(url: str, document: dict[str, Any], until: float, statuses: Counter[str]) -> None:
+async def _attack(url: str, grpc_address: str, document: dict[str, Any], until: float, statuses: Counter[str]) -> None:
     limits = httpx.Limits(max_connections=200)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         with contextlib.suppress(TimeoutError):
@@ -145,13 +148,14 @@ async def _attack(url: str, document: dict[str, Any], until: float, statuses: Co
                 await asyncio.gather(
                     _generated(client, document, until, statuses), _known(client, until, statuses),
                     _hang_up(client, until, statuses), _fuzz(client, until, statuses), _cancel(client, until, statuses),
-                    _connections(url, until, statuses))
+                    _connections(url, until, statuses), _calls(grpc_address, until, statuses))
 
 
-async def _send(client: httpx.AsyncClient, path: str, body: bytes, statuses: Counter[str], name: str) -> None:
+async def _send(client: httpx.AsyncClient, path: str, body: bytes, statuses: Counter[str], name: str,
+                kind: str = "application/json") -> None:
     began = time.monotonic()
     try:
-        answer = await client.post(path, content=body, headers=JSON)
+        answer = await client.post(path, content=body, headers=[(b"content-type", kind.encode("latin-1"))])
     except httpx.HTTPError as error:
         statuses[type(error).__name__] += 1
         return
@@ -165,8 +169,8 @@ async def _send(client: httpx.AsyncClient, path: str, body: bytes, statuses: Cou
 
 async def _generated(client: httpx.AsyncClient, document: dict[str, Any], until: float, statuses: Counter[str]) -> None:
     while time.monotonic() < until:
-        for case in cases(document):
-            await _send(client, case.path, case.body, statuses, case.name)
+        for case in chain(cases(document), forms(20)):
+            await _send(client, case.path, case.body, statuses, case.name, case.kind)
             await asyncio.sleep(0.05)
             if time.monotonic() > until:
                 return
@@ -174,8 +178,8 @@ async def _generated(client: httpx.AsyncClient, document: dict[str, Any], until:
 
 async def _each_once(url: str, document: dict[str, Any]) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        for case in cases(document, most_bytes=1 << 20):
-            await _send(client, case.path, case.body, Counter(), case.name)
+        for case in chain(cases(document, most_bytes=1 << 20), forms()):
+            await _send(client, case.path, case.body, Counter(), case.name, case.kind)
 
 
 async def _known(client: httpx.AsyncClient, until: float, statuses: Counter[str]) -> None:
@@ -248,6 +252,27 @@ async def _connections(url: str, until: float, statuses: Counter[str]) -> None:
                 return
 
 
+async def _calls(address: str, until: float, statuses: Counter[str]) -> None:
+    """Hostile messages, one after another."""
+    if not address:
+        return
+    async with grpc.aio.insecure_channel(address) as channel:
+        while time.monotonic() < until:
+            for call in calls():
+                made = (channel.stream_unary if METHODS[call.method] else channel.unary_unary)(call.path)
+                try:
+                    await made(iter([call.data]) if METHODS[call.method] else call.data, timeout=60)
+                    code = "OK"
+                except grpc.aio.AioRpcError as error:
+                    code = error.code().name
+                statuses[f"gRPC {code}"] += 1
+                if code in ("INTERNAL", "UNKNOWN"):
+                    statuses[f"500 gRPC {call.method} {call.name}"] += 1
+                await asyncio.sleep(0.05)
+                if time.monotonic() > until:
+                    return
+
+
 # -- the whole
 
 
@@ -259,20 +284,21 @@ def resident(server: Served) -> tuple[int, int]:
 
 
 def main() -> int:
-    with served("canary", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "32M", wait=True) as server:
+    with served("canary", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "32M", "--grpc-port", "0") as server:
+        grpc_address = re.findall(r"gRPC at ([0-9.]+:[0-9]+)", server.log)[0]
         document = server.http.get("/openapi.json").json()
         client = Behaved(server)
         # Caches that fill once, libraries that load once, and memory that allocators keep, are no growth: first every generated
         # body that is not large once, then a short attack.
         asyncio.run(_each_once(server.url, document))
         warm = min(60.0, SECONDS / 2)
-        queue, process = start(attack, server.url, document, time.monotonic() + warm)
+        queue, process = start(attack, server.url, grpc_address, document, time.monotonic() + warm)
         time.sleep(warm)
         finish(queue, process, server)
         time.sleep(2)
         before = resident(server)
         alone = asyncio.run(client.run(ALONE))
-        queue, process = start(attack, server.url, document, time.monotonic() + SECONDS)
+        queue, process = start(attack, server.url, grpc_address, document, time.monotonic() + SECONDS)
         during = asyncio.run(client.run(SECONDS))
         statuses = finish(queue, process, server)
         sent = sum(count for name, count in statuses.items() if name in ("200", "400", "404", "413", "cancelled", "hung up"))
@@ -280,7 +306,7 @@ def main() -> int:
         loaded = asyncio.run(client.run(ALONE))
         finish(queue, process, server)
         port, other = start(trivial)
-        queue, process = start(attack, f"http://127.0.0.1:{port.get(timeout=60)}", document, time.monotonic() + ALONE)
+        queue, process = start(attack, f"http://127.0.0.1:{port.get(timeout=60)}", "", document, time.monotonic() + ALONE)
         beside = asyncio.run(client.run(ALONE))
         finish(queue, process, server)
         other.kill()

@@ -14,6 +14,7 @@ import pytest
 
 from tests.data import MODELS, need
 from tests.hostile.bodies import cases
+from tests.hostile.forms import forms
 from tests.system.served import TEMPLATE, Served, error_of, served
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
@@ -67,8 +68,8 @@ class Health:
         return max(self.seconds) < HEALTH_SECONDS
 
 
-def send(server: Served, path: str, body: bytes) -> httpx.Response:
-    return server.http.post(path, content=body, headers={"Content-Type": "application/json"})
+def send(server: Served, path: str, body: bytes, kind: str = "application/json") -> httpx.Response:
+    return server.http.post(path, content=body, headers={"Content-Type": kind.encode("latin-1")})  # type: ignore[dict-item]
 
 
 @pytest.mark.serial
@@ -76,6 +77,8 @@ def test_generated_bodies(server: Served) -> None:
     """Each list and string of the schema at its limit, one above, and much more; here up to 60 kB."""
     document = server.http.get("/openapi.json").json()
     found = list(cases(document, most_bytes=60_000))
+    for kind in ("messages", "prompt"):
+        assert any(case.path == "/invocations" and kind in case.name for case in found)
     first = {CHAT, COMPLETIONS, TOKENIZE, "/detokenize"}
     assert len(found) > 1000 and {case.path for case in found} > first | {"/v1/messages", "/v1/responses", "/api/chat",
                                                                           "/pooling"}
@@ -90,6 +93,37 @@ def test_generated_bodies(server: Served) -> None:
                 if case.path in first:
                     error_of(answer)
     assert sum(seconds > HEALTH_SECONDS for seconds in health.seconds) <= 2, sorted(health.seconds)[-5:]
+
+
+@pytest.mark.serial
+def test_uploads(server: Served) -> None:
+    """Forms of up to some megabytes; what is refused is named, and nothing of it is stored."""
+    stored = 0
+    with Health(server) as health:
+        for case in forms():
+            answer = send(server, case.path, case.body, case.kind)
+            assert answer.status_code in (200, 400, 413, 415), f"{case.name}: {answer.status_code} {answer.text[:300]}"
+            if answer.status_code >= 400:
+                assert len(error_of(answer)["message"]) < 1000
+            else:
+                stored += 1
+                assert not case.name.endswith("x 100000"), case.name
+    assert health.quick, sorted(health.seconds)[-3:]
+    assert stored and len(server.http.get("/v1/files").json()["data"]) == stored
+
+
+def test_queries(server: Served) -> None:
+    """Numbers that are none, or too long for Python to read, in the query of every route that is read."""
+    document = server.http.get("/openapi.json").json()
+    paths = [path.replace("{", "").replace("}", "") for path, methods in document["paths"].items()
+             if "get" in methods and path not in ("/engine/events", "/metrics")]
+    assert len(paths) > 20
+    for value in ("\u00b2", "9" * 5000, "-5", "", "1e9", "\x00", "\u0663"):
+        asked = dict.fromkeys(("limit", "after", "order", "purpose", "level", "tags", "before_id", "after_id"), value)
+        for path in paths:
+            for query in (asked, {"limit": value}, {"stream": "true", "starting_after": value}, {"model": f"stories@{value}"}):
+                answer = server.http.get(path, params=query)
+                assert answer.status_code < 500, f"{path} {query}: {answer.text[:300]}"
 
 
 MARKED = {"role": "user", "content": [{"type": "text", "text": "word " * 20, "cache_control": {"type": "ephemeral"}}]}

@@ -109,6 +109,12 @@ def test_style_that_a_template_ignores_is_named(server: Served) -> None:
     answer = server.post(CHAT, **body)
     assert answer.status_code == 200 and answer.headers["x-penstock-ignored"] == "reasoning_effort, verbosity"
     assert "x-penstock-ignored" not in server.post(CHAT, messages=HELLO, **SHORT).headers
+    # No effort at all is a switch of templates that have one, unless the request sets it itself.
+    for more, shown in (({}, "False"), ({"chat_template_kwargs": {"enable_thinking": True}}, "True")):
+        off = {"messages": HELLO, "chat_template": "{{ enable_thinking }}", "reasoning_effort": "none", **more}
+        told = server.post("/tokenize", **off).json()
+        assert server.post("/detokenize", tokens=told["tokens"]).json()["prompt"] == shown
+        assert "x-penstock-ignored" not in server.post(CHAT, **off, **SHORT).headers
     told = server.post("/tokenize", messages=HELLO, chat_template="{{ reasoning_effort }}", reasoning_effort="high").json()
     assert server.post("/detokenize", tokens=told["tokens"]).json()["prompt"] == "high"
 
@@ -156,6 +162,10 @@ def test_unknown_fields_only_warn_if_wanted() -> None:
 def test_fields_of_the_answer(server: Served) -> None:
     chat, text = accepted(server, CHAT, messages=HELLO), accepted(server, COMPLETIONS, prompt="Once")
     assert chat["service_tier"] is text["service_tier"] is None
+    for usage in chat["usage"], text["usage"]:
+        assert usage["prompt_tokens_details"].keys() == {"cached_tokens", "audio_tokens", "cached_tokens_by_tier"}
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 0, "audio_tokens": 0, "accepted_prediction_tokens": 0,
+                                                      "rejected_prediction_tokens": 0}
     assert chat["prompt_logprobs"] is text["choices"][0]["prompt_logprobs"] is None
     assert chat["system_fingerprint"] == text["system_fingerprint"] and chat["system_fingerprint"].startswith("fp_")
     assert accepted(server, CHAT, messages=HELLO, service_tier="auto")["service_tier"] == "default"

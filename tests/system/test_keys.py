@@ -108,6 +108,7 @@ def test_classes(server: Served, file: Path, admin: str, capsys: pytest.CaptureF
     until(200, lambda: ask(server, background))
     assert ask(server, user, "/reset_prefix_cache").status_code == 403
     assert ask(server, admin, "/reset_prefix_cache").status_code == 200
+    assert ask(server, user, "/start_profile").status_code == 403
     assert ask(server, user, priority=-1).status_code == 403 and ask(server, admin, priority=-1).status_code == 200
     assert ask(server, background, priority=-5).status_code == 200, "it is served last whatever it asks"
 

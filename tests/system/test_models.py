@@ -78,6 +78,15 @@ def test_models_are_loaded_when_asked_for_and_make_room() -> None:
         assert server.post("/models/load", model="canary").status_code == 200 and states(server)["canary"] == "ready"
 
 
+def test_a_client_that_leaves_does_not_break_the_load_that_it_began() -> None:
+    with served("canary", *SMALL, more=(f"window={ASSETS / 'canary-window'}",)) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/completions", json={"model": "window", "prompt": "a", "max_tokens": 1}, timeout=0.3)
+        assert states(server)["window"] == "loading"
+        until(server, "window", "ready")
+        assert say(server, "window").status_code == 200
+
+
 def test_the_commands_show_a_servers_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).symlink_to(ASSETS / "canary-window")
@@ -101,11 +110,18 @@ def test_versions_share_a_name() -> None:
             assert say(server, name).status_code == 200
         for _ in range(40):
             say(server, "chat")
-        first, second = (one["path"] for one in server.http.get("/models").json()["data"])
-        counts = [float(line.split()[-1]) for line in server.http.get("/metrics").text.splitlines()
-                  if line.startswith("vllm:prompt_tokens_total")]
-        assert (first == "canary" and second.endswith("canary-window") and len(counts) == 1) or min(counts) > 0
-        assert error_of(say(server, "chat@3"))["code"] == "model_not_found"
+        first, second = server.http.get("/models").json()["data"]
+        assert first["path"] == "canary" and second["path"].endswith("canary-window")
+        samples = [line.rpartition(" ") for line in server.http.get("/metrics").text.splitlines() if not line.startswith("#")]
+        assert len({name for name, _, _ in samples}) == len(samples), "a metric's labels name one sample"
+        counts = [float(value) for name, _, value in samples if name.startswith("vllm:prompt_tokens_total")]
+        assert len(counts) == 2 and min(counts) > 0
+        assert (first["id"], second["id"]) == ("chat@1", "chat@2")
+        assert main(["stop", "chat@2", "--url", server.url]) == 0
+        assert states(server) == {"chat@1": "ready", "chat@2": "unloaded"}
+        for number in ("3", "0", "\u00b2", "9" * 4000, "01", ""):
+            assert error_of(say(server, f"chat@{number}"))["code"] == "model_not_found", number
+        assert server.http.get("/ready", params={"model": "chat@" + "9" * 5000}).status_code == 404
 
 
 def test_a_model_sleeps_wakes_and_gets_new_weights() -> None:

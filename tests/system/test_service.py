@@ -62,6 +62,9 @@ def test_a_new_server_takes_over() -> None:
         asking = threading.Thread(target=ask)
         asking.start()
         new = Served(folder, *flags, "--port", port)
+        # One socket listens, with one queue: closing another one would lose what waits in its queue.
+        listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        assert sum(line[1].endswith(f":{int(port):04X}") and line[3] == "0A" for line in listening) == 1
         with httpx.stream("POST", f"{old.url}/v1/completions", timeout=30, json={
                 **BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}) as running:
             lines = running.iter_lines()

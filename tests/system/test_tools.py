@@ -60,7 +60,7 @@ def test_the_message_of_a_forced_call(client: openai.OpenAI, choice: Any) -> Non
     whole = client.chat.completions.create(**asked).choices[0]
     assert whole.message.content == "" and len(whole.message.tool_calls) == 1 and whole.finish_reason == "tool_calls"
     cut = client.chat.completions.create(**asked, max_tokens=2).choices[0]
-    assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == ("", [], "length")
+    assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == ("", None, "length")
     assert gathered(client.chat.completions.create(**asked, max_tokens=2, stream=True)) == ("", [], "length")
 
 
@@ -248,7 +248,10 @@ def test_strict_tools_where_the_prompt_begins_the_thinking() -> None:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if tools %}<tool_call>{% endif %}<think>"
     body: dict[str, Any] = {"messages": ASK, "tools": [strict(CODES)], "temperature": 0, "max_tokens": 20}
     with served("canary", "--max-model-len", "512", "--chat-template", template) as server:
-        assert server.post("/v1/chat/completions", **body).status_code == 200
+        for fields in body, {"messages": ASK, "temperature": 0, "max_tokens": 20, "thinking_token_budget": -1}:
+            answer = server.post("/v1/chat/completions", **fields).json()
+            assert answer["choices"][0]["message"]["reasoning"]
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 20
         for more, param in ({"max_thinking_tokens": 5}, "max_thinking_tokens"), ({"use_beam_search": True}, "tools"):
             answer = server.post("/v1/chat/completions", **body, **more)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

@@ -41,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
     path: Path = args.file
     found = keys.read(path) if path.exists() or args.action != "add" else []
     if args.action == "add":
-        for name in ("max_tokens", "requests_per_minute", "tokens_per_minute"):
-            if getattr(args, name) is not None and getattr(args, name) < 1:
+        limits = {name: getattr(args, name) for name in ("max_tokens", "requests_per_minute", "tokens_per_minute")}
+        for name, most in limits.items():
+            if most is not None and most < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
-        secret, key = keys.make(args.tenant or "", args.kind, args.expires, args.max_tokens, args.requests_per_minute,
-                                args.note, args.tokens_per_minute, args.tier)
+        secret, key = keys.make(args.tenant or "", args.kind, args.expires, note=args.note, tier=args.tier, **limits)
         key.tenant = key.tenant or key.id
         keys.write(path, [*found, key])
         print(secret)

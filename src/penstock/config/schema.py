@@ -215,8 +215,8 @@ class ServerOptions:
     pin: list[str] = option([], "name of a model, of several, that is loaded at the start and stays")
     allowed_origins: list[str] = option([], "origin from which browsers may call (CORS)")
     root_path: str = option("", "the path under which a proxy shows this server; requests may come with it or without")
-    reuse_port: bool = option(False, "share the port with another server of this option, and listen only once the model is "
-                              "loaded: start the new server, then stop the old one")
+    reuse_port: bool = option(False, "take over the listening socket of a server of this option at this port, and accept only "
+                              "once the model is loaded: start the new server, then stop the old one")
     uds: str | None = option(None, "listen on a Unix socket of this path instead of host and port")
     ssl_keyfile: str | None = option(None, "private key for HTTPS, as PEM")
     ssl_certfile: str | None = option(None, "certificate for HTTPS, as PEM")

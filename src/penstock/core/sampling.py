@@ -244,7 +244,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         for param, ids in named:
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    raise RequestError(f"{param} names token {token}; the vocabulary has ids 0 to {vocab_size - 1}",
+                    raise RequestError(f"{param} names token {token}; the vocabulary has {vocab_size} ids, from 0 on",
                                        param=param, code="invalid_value")
         self.check_lists()
 

@@ -10,8 +10,8 @@ import msgspec
 from starlette.requests import Request
 
 from penstock.observe.log import LOG
+from penstock.server.answer import note_ignored
 from penstock.server.errors import ExplainField, explain
-from penstock.server.ignored import note_ignored
 from penstock.server.limits import too_large
 from penstock.server.state import State
 

@@ -81,8 +81,9 @@ async def on_client_gone(request: Request, error: Exception) -> Response:
 # -- what a decoder says
 
 _PATH = re.compile(r" - at (?:`key` in )?`(\$[^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
-_MISSING = re.compile(r"Object missing required field `(.*)`")
+_OF_FIELDS = (
+    (re.compile(r"Object contains unknown field `(.*)`"), "Unrecognized request argument supplied: {}", "unknown_parameter"),
+    (re.compile(r"Object missing required field `(.*)`"), "Missing required parameter: '{}'", "missing_required_parameter"))
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 
 WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "array": "a list",
@@ -105,17 +106,14 @@ def explain(error: Exception, explain_field: ExplainField) -> RequestError:
     path = _PATH.search(text)
     where = path[1].removeprefix("$").removeprefix(".") if path else ""
     text = _PATH.sub("", text)
-    if found := _UNKNOWN.fullmatch(text):
-        name = f"{where}.{found[1]}" if where else found[1]
-        return RequestError(f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
-    if found := _MISSING.fullmatch(text):
-        name = f"{where}.{found[1]}" if where else found[1]
-        return RequestError(f"Missing required parameter: '{name}'", param=name, code="missing_required_parameter")
+    for pattern, said, code in _OF_FIELDS:
+        if found := pattern.fullmatch(text):
+            name = f"{where}.{found[1]}" if where else found[1]
+            return RequestError(said.format(name), param=name, code=code)
     better = explain_field(where, text)
     if isinstance(better, RequestError):
         return better
-    text = better
-    return RequestError(f"{where or 'the body'}: {_expectation(text)}", param=where or None, code="invalid_type")
+    return RequestError(f"{where or 'the body'}: {_expectation(better)}", param=where or None, code="invalid_type")
 
 
 def _expectation(text: str) -> str:

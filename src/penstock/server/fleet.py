@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +51,8 @@ class Slot:
     """Names of adapters that it will have once it is loaded."""
     prepare: Callable[[], Awaitable[None]] | None = None
     """Loads those."""
+    label: str = ""
+    """The name that means it alone: the first one, of several versions with its number behind."""
 
     def adapts(self, name: str) -> bool:
         """Whether an adapter of this name is or will be there."""
@@ -89,9 +91,12 @@ class Fleet:
         self.keep_alive = keep_alive
         self.most = most
         self.several = len(slots) > 1
+        for slot in slots:
+            versions = [one for one in slots if one.names[0] == slot.names[0]]
+            slot.label = slot.names[0] if len(versions) < 2 else f"{slot.names[0]}@{versions.index(slot) + 1}"
         self._loading = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # -- which model
 
@@ -122,7 +127,7 @@ class Fleet:
                 return random.choices(found, [slot.share for slot in found])[0]
         base, _, number = name.rpartition("@")
         versions = [slot for slot in self.slots if base in slot.names]
-        return versions[int(number) - 1] if number.isdigit() and 0 < int(number) <= len(versions) > 1 else None
+        return versions[int(number) - 1] if number in map(str, range(1, len(versions) + 1)) and len(versions) > 1 else None
 
     def named(self, name: str) -> Slot:
         """The same; RequestError 404 if there is none."""
@@ -155,21 +160,40 @@ class Fleet:
 
     async def load(self, slot: Slot) -> None:
         """Loads a model, after others have made room if need be. RequestError 503: why not."""
-        async with self._loading:
-            if slot.state == "ready" and slot.llm.dead is None:
+        await self._alone(self._load(slot))
+
+    async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does one such work after another, each to its end: if the client that asked for it goes away meanwhile, half of it
+        would leave an engine's process that nobody knows."""
+        async def locked() -> None:
+            async with self._loading:
+                await work
+
+        await asyncio.shield(self._begun(locked()))
+
+    def _begun(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Its error is retrieved here, because the client that would be told may be gone.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _load(self, slot: Slot) -> None:
+        if slot.state == "ready" and slot.llm.dead is None:
+            return
+        while self.most is not None and len(self.loaded) >= self.most:
+            await self._make_room(slot)
+        while True:
+            try:
+                await self._start(slot)
                 return
-            while self.most is not None and len(self.loaded) >= self.most:
+            except PenstockError as error:
+                if not (isinstance(error, ConfigError) and "memory" in str(error) and self._idle(slot)):
+                    slot.state, slot.error = "failed", str(error)
+                    raise UnavailableError(f"the model {slot.names[0]!r} could not be loaded: {error}",
+                                           "loading_failed") from None
                 await self._make_room(slot)
-            while True:
-                try:
-                    await self._start(slot)
-                    return
-                except PenstockError as error:
-                    if not (isinstance(error, ConfigError) and "memory" in str(error) and self._idle(slot)):
-                        slot.state, slot.error = "failed", str(error)
-                        raise UnavailableError(f"the model {slot.names[0]!r} could not be loaded: {error}",
-                                               "loading_failed") from None
-                    await self._make_room(slot)
 
     async def _start(self, slot: Slot) -> None:
         if slot.llm.dead is not None or slot.state == "failed":
@@ -180,11 +204,12 @@ class Fleet:
             await slot.prepare()
         slot.state, slot.used = "ready", time.monotonic()
         if self.several:
-            LOG.info("loaded %s", slot.names[0])
+            LOG.info("loaded %s", slot.label)
 
-    def _idle(self, but: Slot) -> list[Slot]:
-        """The loaded models that could be unloaded now, least recently used first."""
-        idle = [slot for slot in self.loaded if slot is not but and not slot.users and not slot.pinned]
+    def _idle(self, but: Slot | None) -> list[Slot]:
+        """The loaded models that could be unloaded now, least recently used first. A response in the background still runs
+        when its request is over."""
+        idle = [slot for slot in self.loaded if not (slot is but or slot.users or slot.llm.live or slot.pinned)]
         return sorted(idle, key=lambda slot: slot.used)
 
     async def _make_room(self, slot: Slot) -> None:
@@ -198,34 +223,36 @@ class Fleet:
 
     async def unload(self, slot: Slot, state: str = "unloaded", patience: float = 0.0) -> None:
         """Ends a model's engine, which gives all its memory back; running requests get `patience` seconds to finish."""
-        async with self._loading:
-            await self._unload(slot, state, patience)
+        await self._alone(self._unload(slot, state, patience))
 
     async def _unload(self, slot: Slot, state: str = "unloaded", patience: float = 0.0) -> None:
         old, slot.llm, slot.state, slot.keep = slot.llm, slot.llm.again(), state, None
         await _end(old, patience)
-        LOG.info("%s %s", "unloaded" if state == "unloaded" else "put to sleep", slot.names[0])
+        LOG.info("%s %s", "unloaded" if state == "unloaded" else "put to sleep", slot.label)
 
     async def replace(self, slot: Slot, folder: str, patience: float) -> None:
         """Loads other weights, and switches to them; running requests finish with the old. PenstockError: why these stay."""
+        await self._alone(self._replace(slot, folder, patience))
+
+    async def _replace(self, slot: Slot, folder: str, patience: float) -> None:
         new = slot.llm.again(replace(slot.llm.options, model=folder))
-        async with self._loading:
-            await new.start()
+        await new.start()
         old, slot.llm, slot.state = slot.llm, new, "ready"
-        task = asyncio.create_task(_end(old, patience))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._begun(_end(old, patience))
 
     async def _unload_idle(self) -> None:
         while True:
             await asyncio.sleep(0.25)
-            for slot in self.loaded:
-                keep = self.keep_alive if slot.keep is None else slot.keep
-                if slot.llm.dead is not None:
-                    LOG.error("the engine of %s has stopped: %s; the next request loads it again", slot.names[0], slot.llm.dead)
-                    await self.unload(slot)
-                elif not (slot.users or slot.pinned) and (keep > 0 or slot.keep == 0) and time.monotonic() - slot.used > keep:
-                    await self.unload(slot)
+            await self._alone(self._unload_unused())
+
+    async def _unload_unused(self) -> None:
+        for slot in self.loaded:
+            keep = self.keep_alive if slot.keep is None else slot.keep
+            if slot.llm.dead is not None:
+                LOG.error("the engine of %s has stopped: %s; the next request loads it again", slot.label, slot.llm.dead)
+                await self._unload(slot)
+            elif slot in self._idle(None) and (keep > 0 or slot.keep == 0) and time.monotonic() - slot.used > keep:
+                await self._unload(slot)
 
     async def close(self, timeout: float) -> None:
         """Ends every engine."""
@@ -251,7 +278,7 @@ class Fleet:
         now, found = time.monotonic(), []
         for slot in self.slots:
             info = slot.llm.info
-            found.append({"id": slot.names[0], "names": slot.names, "path": slot.llm.model, "state": slot.state,
+            found.append({"id": slot.label, "names": slot.names, "path": slot.llm.model, "state": slot.state,
                           "pinned": slot.pinned, "share": slot.share, "requests": slot.llm.live,
                           "idle_seconds": round(now - slot.used, 1) if slot.used and not slot.users else 0.0,
                           "bytes": info.weight_bytes + info.kv_bytes + info.step_bytes if info is not None else 0,
@@ -285,6 +312,6 @@ class Selecting:
             await self.app(scope, receive, send)
         finally:
             if selection.slot is not None:
-                scope["model"] = selection.slot.names[0]
+                scope["model"] = selection.slot.label
             selection.choose(None)
             _SELECTED.reset(token)

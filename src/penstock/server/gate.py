@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.core.errors import RequestError
 from penstock.engine.stream import Stream
+from penstock.server.answer import ignored_header
 from penstock.server.dialect import ErrorShapes
 from penstock.server.errors import as_request_error, error_response
-from penstock.server.ignored import ignored_header
 from penstock.server.keys import KeyFile
 from penstock.server.page import is_page
 
@@ -30,7 +30,7 @@ PROBES = OPEN_ROUTES | {"/metrics", "/load"}
 
 ADMIN_ROUTES = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/engine",
                           "/engine/events", "/models/load", "/models/unload", "/sleep", "/wake_up",
-                          "/update_weights_from_disk"})
+                          "/update_weights_from_disk", "/start_profile", "/stop_profile"})
 """Routes that affect or show every tenant: they need an admin key if there are several keys."""
 
 BODILESS_ROUTES = frozenset({"/sleep", "/wake_up"})
@@ -86,7 +86,8 @@ class Gate:
         try:
             await self.app(scope, receive, send_named)
         except Exception as error:
-            self.on_error(error)
+            if not isinstance(error, RequestError):
+                self.on_error(error)
             if not scope["status"]:
                 await error_response(as_request_error(error), shape)(scope, receive, send_named)
             elif not scope["complete"]:

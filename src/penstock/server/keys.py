@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,15 +56,12 @@ def hashed(key: bytes) -> str:
     return sha256(key).hexdigest()
 
 
-def make(tenant: str, kind: Class = "user", seconds: float | None = None, max_tokens: int | None = None,
-         requests_per_minute: int | None = None, note: str = "", tokens_per_minute: int | None = None,
-         tier: str | None = None) -> tuple[str, Key]:
-    """(a new key, what the file says of it)"""
+def make(tenant: str, kind: Class = "user", seconds: float | None = None, **more: Any) -> tuple[str, Key]:
+    """(a new key, what the file says of it); `more` are other fields of `Key`."""
     secret, now = f"pk-{secrets.token_urlsafe(32)}", datetime.now(UTC)
     expires = None if seconds is None else datetime.fromtimestamp(now.timestamp() + seconds, UTC).isoformat(timespec="seconds")
     return secret, Key(id=f"key_{secrets.token_hex(6)}", hash=hashed(secret.encode()), tenant=tenant, kind=kind,
-                       created=now.isoformat(timespec="seconds"), expires=expires, max_tokens=max_tokens,
-                       requests_per_minute=requests_per_minute, note=note, tokens_per_minute=tokens_per_minute, tier=tier)
+                       created=now.isoformat(timespec="seconds"), expires=expires, **more)
 
 
 def read(path: Path) -> list[Key]:

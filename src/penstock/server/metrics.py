@@ -231,7 +231,7 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         found: dict[str, Metric] = {}
         for slot in self.fleet.loaded:
-            for metric in EngineCollector(slot.llm, slot.names[0], self.connections).collect():
+            for metric in EngineCollector(slot.llm, slot.label, self.connections).collect():
                 whole = found.setdefault(metric.name, metric)
                 if whole is not metric:
                     whole.samples += [sample for sample in metric.samples if sample not in whole.samples]
@@ -241,7 +241,7 @@ class FleetCollector(Collector):
         for slot in self.fleet.slots:
             asleep = slot.state == "sleeping"
             for state, holds in (("awake", not asleep), ("weights_offloaded", False), ("discard_all", asleep)):
-                sleep.add_metric((slot.names[0], "0", state), holds)
+                sleep.add_metric((slot.label, "0", state), holds)
         yield sleep
 
 

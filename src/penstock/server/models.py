@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +15,6 @@ from penstock.core.errors import PenstockError, RequestError
 from penstock.server.answer import json_response
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
-from penstock.server.fleet import Slot
 from penstock.server.state import State
 
 
@@ -62,7 +61,7 @@ class ModelRoutes:
 
     async def unload(self, request: Request) -> Response:
         slot = self.state.fleet.named((await self.bodies.read(request, ModelName)).name)
-        await self._leave(slot, "unloaded" if self.state.fleet.several else "sleeping")
+        await self.state.fleet.unload(slot, "unloaded" if self.state.fleet.several else "sleeping", self.patience)
         return json_response({"success": True})
 
     async def sleep(self, request: Request) -> Response:
@@ -75,7 +74,7 @@ class ModelRoutes:
                                param="level")
         slot = self.state.fleet.current
         if slot.state == "ready":
-            await self._leave(slot, "sleeping", mode)
+            await self.state.fleet.unload(slot, "sleeping", self.patience if mode == "wait" else 0.0)
         return json_response({"is_sleeping": slot.state == "sleeping"})
 
     async def wake_up(self, request: Request) -> Response:
@@ -101,5 +100,3 @@ class ModelRoutes:
                                param="model_path", code="loading_failed") from None
         return json_response({"success": True, "message": f"serving the weights of {body.model_path}"})
 
-    async def _leave(self, slot: Slot, state: str, mode: Literal["abort", "wait"] | str = "wait") -> None:
-        await self.state.fleet.unload(slot, state, self.patience if mode == "wait" else 0.0)

@@ -26,6 +26,7 @@ from penstock.engine.process import ENGINE
 from penstock.engine.work import LARGE, collect_rarely, keep_little
 from penstock.observe.log import LOG
 from penstock.observe.notify import notify
+from penstock.server import listening
 from penstock.server.adapters import Folder
 from penstock.server.app import Application
 from penstock.server.connections import Connection, Connections, quiet, raise_descriptor_limit
@@ -73,6 +74,8 @@ class ServerRun:
         self._stop = asyncio.Event()
         self._began = time.monotonic()
         self._signals = 0
+        self._asked: socket.socket | None = None
+        """The next server asks there for the listening socket."""
         self._death = ""
         """The reason why the only engine is gone."""
 
@@ -82,7 +85,13 @@ class ServerRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         options = self.options
-        sockets = None if options.uds else [bind(options.host, options.port, options.reuse_port)]
+        sockets = None
+        if options.reuse_port and not options.uds:
+            bound, self._asked = listening.shared(options.host, options.port)
+            sockets = [bound]
+            loop.add_reader(self._asked, listening.give, bound, self._asked)
+        elif not options.uds:
+            sockets = [listening.bind(options.host, options.port)]
         # Listening before loading: a probe is told "loading" instead of being refused.
         protocol: Any = functools.partial(Connection, self.connections)
         idle: Any = options.idle_timeout
@@ -136,13 +145,20 @@ class ServerRun:
         for task in beside:
             task.cancel()
         await self.application.batches.stop()
-        return await (self._say_farewell() if self._death else self._drain())
+        if self._death:
+            LOG.error("the engine has stopped: %s", self._death)
+            await asyncio.sleep(FAREWELL_SECONDS)
+            return 1
+        return await self._drain()
 
     async def _drain(self) -> int:
         self.application.state.draining = True
         notify("STOPPING=1")
         if self.options.reuse_port:
-            # New connections go to the server that takes over.
+            # New connections go to the server that took over.
+            if self._asked is not None:
+                asyncio.get_running_loop().remove_reader(self._asked)
+                self._asked.close()
             for server in self._listener.servers:
                 server.close()
         began = time.monotonic()
@@ -164,11 +180,6 @@ class ServerRun:
                  sum(sum(one.finished.values()) for one in figures), sum(one.prompt_tokens for one in figures),
                  sum(one.generation_tokens for one in figures))
         return 1 if sick else 0
-
-    async def _say_farewell(self) -> int:
-        LOG.error("the engine has stopped: %s", self._death)
-        await asyncio.sleep(FAREWELL_SECONDS)
-        return 1
 
     def _on_death(self, reason: str) -> None:
         self._death = reason
@@ -205,22 +216,6 @@ def load(config: uvicorn.Config) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"cannot serve HTTPS with --ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile}, "
                           f"--ssl-ca-certs {config.ssl_ca_certs}: {reason}") from None
-
-
-def bind(host: str, port: int, shared: bool = False) -> socket.socket:
-    """A bound socket, which may be `shared` with another process. ConfigError says why there is none."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port (0 picks a free "
-                          "one)") from None
-    return bound
 
 
 def _span(seconds: float) -> str:

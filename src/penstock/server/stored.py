@@ -1,5 +1,6 @@
 """Stored objects over HTTP: whose they are, 404 for those that are not there, and pages of lists."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +53,11 @@ def missing(kind: str, name: str) -> RequestError:
                         "--store-bytes)", param="id", code="not_found", status=404)
 
 
+def number(text: str) -> int | None:
+    """A whole number of a query or a form; None for anything else, and for one of more than nine digits."""
+    return int(text) if re.fullmatch("-?[0-9]{1,9}", text) else None
+
+
 class Asked(NamedTuple):
     """The part of a list that a query asks for."""
 
@@ -64,7 +70,7 @@ def asked(http: Request, most: int = 100) -> Asked:
     """The query's after, limit and order. RequestError naming the one at fault."""
     query = http.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not limit.isdigit() or not 1 <= int(limit) <= most:
+    if not 1 <= (number(limit) or 0) <= most:
         raise RequestError(f"limit is {limit!r}; possible are 1 to {most}", param="limit")
     if order not in ("asc", "desc"):
         raise RequestError(f"order is {order!r}; possible are asc and desc", param="order")

@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
-from penstock.server.answer import json_response
+from penstock.server.answer import json_response, utc
 from penstock.server.batches.files import content_of, delete_file, write_file
 from penstock.server.batches.lines import MAX_LINES, parse
 from penstock.server.batches.run import ENDED, Batch, Runner, new_batch
@@ -158,7 +157,7 @@ def _shown(http: Request, batch: Batch, results: Iterator[dict[str, Any]] | tupl
     kinds = Counter(one["result"]["type"] for one in results) if ended else Counter(
         succeeded=counts["completed"], errored=counts["failed"],
         processing=counts["total"] - counts["completed"] - counts["failed"])
-    times = {name: None if batch[at] is None else datetime.fromtimestamp(batch[at], UTC).isoformat().replace("+00:00", "Z")
+    times = {name: None if batch[at] is None else utc(batch[at])
              for name, at in (("created_at", "created_at"), ("expires_at", "expires_at"), ("ended_at", "finalizing_at"),
                               ("cancel_initiated_at", "cancelling_at"))}
     return {"id": batch["id"], "type": "message_batch", "archived_at": None, **times,

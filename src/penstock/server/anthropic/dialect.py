@@ -10,7 +10,7 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
-from penstock.server.answer import json_response
+from penstock.server.answer import json_response, note_ignored
 from penstock.server.anthropic import protocol as a
 from penstock.server.anthropic.batches import MessageBatches
 from penstock.server.anthropic.convert import chat_request
@@ -18,7 +18,6 @@ from penstock.server.batches.run import Runner
 from penstock.server.blocks import Block, Blocks, BlocksAnswer, Change
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
-from penstock.server.ignored import note_ignored
 from penstock.server.openai.chat import prepared
 from penstock.server.openai.form import refusing
 from penstock.server.openai.messages import count_tokens

@@ -18,9 +18,17 @@ from penstock.server.dialect import Route
 from penstock.server.responses.protocol import Deleted
 from penstock.server.state import State
 from penstock.server.store import Database
-from penstock.server.stored import Ref, asked, listed, ref, whose
+from penstock.server.stored import Ref, asked, listed, number, ref, whose
 
 PURPOSES = ("batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals")
+
+FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+MAX_PARTS = 16
+"""Parts of one form."""
+
+MAX_HEAD = 4096
+"""Bytes before a field's content: its name and a file's."""
 
 _BOUNDARY = re.compile(r'boundary="?([^";,]{1,70})"?')
 _NAME = re.compile(rb'\bname="([^"]*)"')
@@ -35,17 +43,20 @@ def form(content_type: str, data: bytes) -> dict[str, tuple[str | None, bytes]]:
                            code="unsupported_media_type", status=415)
     mark = b"\r\n--" + found[1].encode("latin-1")
     fields: dict[str, tuple[str | None, bytes]] = {}
-    pieces = (b"\r\n" + data).split(mark)
+    pieces = (b"\r\n" + data).split(mark, MAX_PARTS + 2)
+    if len(pieces) > MAX_PARTS + 2:
+        raise RequestError(f"the form has more than {MAX_PARTS} parts", code="invalid_value")
     if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
         raise RequestError("the form is not complete: its last boundary is missing", code="invalid_value")
     for piece in pieces[1:-1]:
-        head, blank, content = piece.partition(b"\r\n\r\n")
-        name = _NAME.search(head)
-        if name is None or not blank:
-            raise RequestError("a part of the form has no name", code="invalid_value")
-        filename = _FILENAME.search(head)
+        end = piece.find(b"\r\n\r\n", 0, MAX_HEAD)
+        name = _NAME.search(piece, 0, max(0, end))
+        if name is None:
+            raise RequestError(f"a part of the form has no name, or more than {MAX_HEAD} bytes before its content",
+                               code="invalid_value")
+        filename = _FILENAME.search(piece, 0, end)
         fields[name[1].decode("utf-8", "replace")] = (
-            filename[1].decode("utf-8", "replace") if filename is not None else None, content)
+            filename[1].decode("utf-8", "replace") if filename is not None else None, piece[end + 4:])
     return fields
 
 
@@ -106,18 +117,20 @@ class Files:
         if "file" not in fields or "purpose" not in fields:
             missed = "file" if "file" not in fields else "purpose"
             raise RequestError(f"Missing required parameter: '{missed}'", param=missed, code="missing_required_parameter")
-        purpose = fields["purpose"][1].decode("utf-8", "replace")
+        if unknown := fields.keys() - {*FIELDS}:
+            raise RequestError(f"the form has the unknown field {min(unknown)[:100]!r}; possible are {', '.join(FIELDS)}",
+                               param=min(unknown)[:100])
+        purpose = fields["purpose"][1][:100].decode("utf-8", "replace")
         if purpose not in PURPOSES:
-            raise RequestError(f"purpose is {purpose[:100]!r}; possible are {', '.join(PURPOSES)}", param="purpose")
-        seconds = fields.get("expires_after[seconds]", (None, b""))[1].decode("latin-1")
-        if seconds and not (seconds.isdigit() and 3600 <= int(seconds) <= 2_592_000):
-            raise RequestError(f"expires_after.seconds is {seconds[:20]!r}; possible are 3600 to 2592000",
-                               param="expires_after")
+            raise RequestError(f"purpose is {purpose!r}; possible are {', '.join(PURPOSES)}", param="purpose")
+        seconds = fields.get("expires_after[seconds]", (None, b""))[1][:20].decode("latin-1")
+        if seconds and not 3600 <= (number(seconds) or 0) <= 2_592_000:
+            raise RequestError(f"expires_after.seconds is {seconds!r}; possible are 3600 to 2592000", param="expires_after")
         expires = int(time.time()) + int(seconds) if seconds else None
         filename, content = fields["file"]
 
         def work(database: Database) -> dict[str, Any]:
-            if database.bytes_of("content") + len(content) > database.most_bytes:
+            if database.bytes_of("content", "file") + len(content) > database.most_bytes:
                 raise RequestError(f"all files together would have more than {database.most_bytes:,} bytes (--store-bytes); "
                                    "delete some", param="file", code="store_full", status=413)
             return write_file(database, owner, filename or "file", purpose, content, expires)

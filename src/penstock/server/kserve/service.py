@@ -9,19 +9,21 @@ import json
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp, Message
 
-import penstock
 from penstock.core.errors import ConfigError
 from penstock.observe.log import LOG
 from penstock.server.inside import inside
 from penstock.server.kserve.messages import METHODS, SERVICE, message, request_of
+from penstock.server.openai.completions import MAX_PROMPTS
 from penstock.server.state import State
 
 _HEADERS = ("authorization", "x-api-key", "x-request-id", "traceparent", "tracestate")
@@ -32,15 +34,19 @@ _CODES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENI
           501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
 _WATCH_SECONDS = 0.5
 
+MOST_CALLS = 1024  # that run at once; others are refused as RESOURCE_EXHAUSTED
+
 
 class CallError(Exception):
     """An answer that is no success."""
 
     def __init__(self, status: int, content: bytes) -> None:
         try:
-            self.text = str(json.loads(content)["error"]["message"])
+            text = str(json.loads(content)["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            self.text = content.decode(errors="replace")
+            text = content.decode(errors="replace")
+        # It travels in a header.
+        self.text = text[:500]
         self.code = grpc.StatusCode[_CODES.get(status, "INTERNAL")]
         super().__init__(self.text)
 
@@ -57,14 +63,15 @@ class Service:
         made = {}
         for method, streams in METHODS.items():
             make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
-            made[method] = make(getattr(self, method) if streams else self._checked(getattr(self, method)),
-                                message(request_of(method)).FromString, message(f"{method}Response").SerializeToString)
+            # Messages are parsed here, so that a broken one is refused as what it is.
+            made[method] = make(getattr(self, method) if streams else self._checked(method), None,
+                                message(f"{method}Response").SerializeToString)
         return grpc.method_handlers_generic_handler(SERVICE, made)
 
-    def _checked(self, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        async def call(request: Any, context: Any) -> Any:
+    def _checked(self, method: str) -> Callable[[bytes, Any], Any]:
+        async def call(data: bytes, context: Any) -> Any:
             try:
-                return await method(request, context)
+                return await getattr(self, method)(_parsed(method, data), context)
             except CallError as error:
                 await context.abort(error.code, error.text)
 
@@ -83,8 +90,9 @@ class Service:
             raise CallError(404, f"the model {request.name!r} is not served here".encode())
         return message("ModelReadyResponse")(ready=slot.llm.unhealthy() is None and not self._state.draining)
 
-    async def ServerMetadata(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        return message("ServerMetadataResponse")(name="penstock", version=penstock.__version__)
+    async def ServerMetadata(self, _request: Any, context: Any) -> Any:  # noqa: N802
+        found = await self._json("GET", "/version", None, context)
+        return message("ServerMetadataResponse")(name="penstock", version=found["version"])
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
         _one_version(request.version)
@@ -106,11 +114,12 @@ class Service:
         found = await self._json("POST", "/v1/completions", {**fields, "prompt": texts}, context)
         return _answer(request, found, *_choices(found["choices"]))
 
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """One request after another; an error is an answer, and the stream goes on."""
         kind = message("ModelStreamInferResponse")
-        async for request in requests:
+        async for data in requests:
             try:
+                request = _parsed("ModelStreamInfer", data)
                 texts, fields = _read(request)
                 body = {**fields, "prompt": texts, "stream": True}
                 async with aclosing(self._events("/v1/completions", body, context)) as events:
@@ -145,7 +154,7 @@ class Service:
 
     async def _call(self, method: str, path: str, body: Any, context: Any) -> AsyncGenerator[bytes, None]:
         """The pieces of the application's answer. CallError if it is none of success."""
-        content = b"" if body is None else json.dumps(body).encode()
+        content = b"" if body is None else json.dumps(body, ensure_ascii=False).encode()
         pieces: asyncio.Queue[Message | None] = asyncio.Queue(64)
         gone = asyncio.Event()
         scope, receive = inside(method, path, content, _headers(context), gone, http_version="2", client=_client(context),
@@ -201,8 +210,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 async def serve(app: ASGIApp, state: State) -> Any:
     """A server that listens. ConfigError if it cannot."""
     options = state.options
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", options.max_body_bytes), ("grpc.so_reuseport",
-                                      int(options.reuse_port))])
+    # A message is parsed on the event loop, in one piece: 4 MiB, gRPC's own default, take some hundredths of a second.
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", min(options.max_body_bytes, 4 << 20)),
+                                      ("grpc.so_reuseport", int(options.reuse_port))], maximum_concurrent_rpcs=MOST_CALLS)
     server.add_generic_rpc_handlers((Service(app, state).handler(),))
     health_pb2_grpc.add_HealthServicer_to_server(Health(state), server)
     reflection.enable_server_reflection((SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
@@ -241,6 +251,14 @@ def _one_version(version: str) -> None:
         raise CallError(400, f"there is no version {version!r}; versions of a model are names, as NAME@1".encode())
 
 
+def _parsed(method: str, data: bytes) -> Any:
+    """A method's request. CallError for bytes that are none."""
+    try:
+        return message(request_of(method)).FromString(data)
+    except DecodeError:
+        raise CallError(400, f"this is no {request_of(method)}".encode()) from None
+
+
 def _read(request: Any) -> tuple[list[str], dict[str, Any]]:
     """(the texts, the fields of the request to the route)."""
     _one_version(request.model_version)
@@ -249,9 +267,12 @@ def _read(request: Any) -> tuple[list[str], dict[str, Any]]:
         raise CallError(400, f"inputs are {', '.join(named) or 'missing'}; possible is text_input, of type BYTES".encode())
     raw = request.raw_input_contents
     try:
-        texts = [text.decode() for text in (_unpacked(raw[0]) if raw else request.inputs[0].contents.bytes_contents)]
+        found = _unpacked(raw[0]) if raw else request.inputs[0].contents.bytes_contents
+        texts = [text.decode() for text in islice(found, MAX_PROMPTS + 1)]
     except (UnicodeDecodeError, struct.error):
         raise CallError(400, b"text_input is not UTF-8, or its lengths do not fit") from None
+    if len(texts) > MAX_PROMPTS:
+        raise CallError(400, f"text_input has more than {MAX_PROMPTS} texts".encode())
     fields = {name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
               for name, value in request.parameters.items()}
     if wrong := sorted(fields.keys() & {"prompt", "input", "model", "stream"}):

@@ -1,11 +1,11 @@
 """Ollama's answers: one JSON object a line while streamed, one object when whole."""
 
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from penstock.engine.outputs import Delta
+from penstock.server.answer import utc
 from penstock.server.blocks import Blocks, BlocksAnswer, Change
 from penstock.server.openai.logprobs import Namer, chat_content
 
@@ -13,11 +13,6 @@ from penstock.server.openai.logprobs import Namer, chat_content
 def line(value: Any) -> bytes:
     """One line of a stream."""
     return msgspec.json.encode(value) + b"\n"
-
-
-def now() -> str:
-    """The time as Ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 class OllamaAnswer(BlocksAnswer):
@@ -40,11 +35,11 @@ class OllamaAnswer(BlocksAnswer):
             changes, entries = self.take(delta), self._scored(delta)
             said = self._said([change for change in changes if change.what == "add"], [c for c in changes if c.what == "end"])
             if said or entries:
-                found.append(line({"model": self.model, "created_at": now(), **self._shown(said), **entries, "done": False}))
+                found.append(line({"model": self.model, "created_at": utc(), **self._shown(said), **entries, "done": False}))
         return b"".join(found)
 
     def last_events(self) -> bytes:
-        return line({"model": self.model, "created_at": now(), **self._shown({}), **self._last()})
+        return line({"model": self.model, "created_at": utc(), **self._shown({}), **self._last()})
 
     def add(self, deltas: list[Delta]) -> None:
         super().add(deltas)
@@ -54,7 +49,7 @@ class OllamaAnswer(BlocksAnswer):
         grown = [Change("add", block, block.text) for block in self.blocks.all if block.kind != "call"]
         said = self._said(grown, [Change("end", block) for block in self.blocks.calls])
         entries = {"logprobs": self._entries} if self._namer is not None else {}
-        return {"model": self.model, "created_at": now(), **self._shown(said), **entries, **self._last()}
+        return {"model": self.model, "created_at": utc(), **self._shown(said), **entries, **self._last()}
 
     def _scored(self, delta: Delta) -> dict[str, Any]:
         if self._namer is None or not delta.logprobs:

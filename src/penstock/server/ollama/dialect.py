@@ -1,7 +1,6 @@
 """Ollama's API as a dialect: its routes, and conversations and options as the chat endpoint's."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
@@ -12,13 +11,13 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.dialects.parser import Parser
 from penstock.engine.pooling import Text, embedding, embedding_pool
-from penstock.server.answer import json_response
+from penstock.server.answer import json_response, utc
 from penstock.server.blocks import Blocks
 from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.fleet import Slot
 from penstock.server.ollama import protocol as o
-from penstock.server.ollama.answer import OllamaAnswer, line, now
+from penstock.server.ollama.answer import OllamaAnswer, line
 from penstock.server.openai import protocol as chat
 from penstock.server.openai.chat import prepared
 from penstock.server.openai.form import converted, refusing
@@ -71,7 +70,7 @@ class Ollama:
         body = await self.bodies.read(http, o.ChatRequest)
         model = self._admit(body)
         if not body.messages:
-            return json_response({"model": body.model, "created_at": now(), "message": {"role": "assistant", "content": ""},
+            return json_response({"model": body.model, "created_at": utc(), "message": {"role": "assistant", "content": ""},
                                   "done": True, "done_reason": "load"})
         messages = [_message(message) for message in body.messages]
         tools = {"tools": msgspec.to_builtins(body.tools)} if body.tools else {}
@@ -82,7 +81,7 @@ class Ollama:
         body = await self.bodies.read(http, o.GenerateRequest)
         model = self._admit(body)
         if not body.prompt:
-            return json_response({"model": body.model, "created_at": now(), "response": "", "done": True,
+            return json_response({"model": body.model, "created_at": utc(), "response": "", "done": True,
                                   "done_reason": "unload" if body.keep_alive in (0, "0") else "load"})
         fields = self._fields(body, model)
         if not body.raw:
@@ -198,7 +197,7 @@ class Ollama:
         parameters = "\n".join(f"{name} {value}" for name, value in llm.inputs.defaults.items())
         return json_response({
             "modelfile": f"FROM {info.model}", "parameters": parameters, "template": template, "license": "",
-            "details": _details(self.state.fleet.current), "modified_at": self._created(),
+            "details": _details(self.state.fleet.current), "modified_at": utc(self.state.created),
             "capabilities": [name for name, has in able.items() if has],
             "model_info": {"general.architecture": info.architecture, "general.parameter_count": 0,
                            f"{info.architecture}.context_length": info.max_model_len,
@@ -213,12 +212,9 @@ class Ollama:
 
     def _described(self, name: str, slot: Slot) -> dict[str, Any]:
         info = slot.llm.info
-        return {"name": name, "model": name, "modified_at": self._created(), "size": info.weight_bytes if info else 0,
+        return {"name": name, "model": name, "modified_at": utc(self.state.created), "size": info.weight_bytes if info else 0,
                 "digest": sha256((info.cache_identity or info.model if info else name).encode()).hexdigest(),
                 "details": _details(slot)}
-
-    def _created(self) -> str:
-        return datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _details(slot: Slot) -> dict[str, Any]:

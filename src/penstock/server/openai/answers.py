@@ -21,17 +21,20 @@ from penstock.server.respond import Frame
 
 class PromptDetails(msgspec.Struct):
     cached_tokens: int = 0
+    audio_tokens: int = 0
     cached_tokens_by_tier: dict[str, int] = {}
     """Penstock's extension: the same by cache tier (device, host, disk, remote)."""
 
 
 class CompletionDetails(msgspec.Struct):
-    """Of answers with speculative decoding."""
-
+    reasoning_tokens: int = 0
+    """Tokens of a chat that were read as reasoning."""
+    audio_tokens: int = 0
     accepted_prediction_tokens: int = 0
+    """Drafted tokens, as those below; `prediction` is one way to draft."""
     rejected_prediction_tokens: int = 0
-    acceptance_length: float = 0.0
-    """Penstock's extension: tokens for each step that verified drafts, its own one included."""
+    acceptance_length: float | UnsetType = UNSET
+    """Penstock's extension, where drafts were verified: tokens for each step that did, its own one included."""
 
 
 class Usage(msgspec.Struct):
@@ -41,7 +44,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionDetails
 
 
 def fingerprint(info: EngineInfo | None) -> str | None:
@@ -93,7 +96,7 @@ class ChoicesAnswer(ABC):
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.cached_by_tier: dict[str, int] = {}
-        self.drafted: CompletionDetails | UnsetType = UNSET
+        self.details = CompletionDetails()
         self._drafts = 0
         self.want_ledger = bool(body.include_ledger)
         self.ledger: dict[str, Any] | UnsetType = UNSET
@@ -109,11 +112,14 @@ class ChoicesAnswer(ABC):
         """Server-sent events for these deltas."""
         if len(deltas) == 1:
             return self.event(self.choice_of(deltas[0]), deltas[0])
-        return b"".join([self.event(choice, delta) for choice, delta in self.merged(deltas)])
+        parts: dict[int, list[Delta]] = {}
+        for delta in deltas:
+            parts.setdefault(self.choice_of(delta), []).append(delta)
+        return b"".join([self.event(choice, _joined(found), found) for choice, found in parts.items()])
 
     @abstractmethod
-    def event(self, choice: int, delta: Delta) -> bytes:
-        """The events of what is new of one choice; may be empty."""
+    def event(self, choice: int, delta: Delta, parts: Sequence[Delta] = ()) -> bytes:
+        """The events of what is new of one choice; may be empty. `parts` are what `delta` was joined from."""
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Accumulates deltas for a non-streamed answer."""
@@ -143,25 +149,15 @@ class ChoicesAnswer(ABC):
         timings = delta.timings
         if timings is not None and timings.drafts:
             self._drafts += timings.drafts
-            found = self.drafted or CompletionDetails()
-            accepted = found.accepted_prediction_tokens + timings.accepted_tokens
-            rejected = found.rejected_prediction_tokens + timings.drafted_tokens - timings.accepted_tokens
-            self.drafted = CompletionDetails(accepted, rejected, round(1 + accepted / self._drafts, 3))
+            self.details.accepted_prediction_tokens += timings.accepted_tokens
+            self.details.rejected_prediction_tokens += timings.drafted_tokens - timings.accepted_tokens
+            self.details.acceptance_length = round(1 + self.details.accepted_prediction_tokens / self._drafts, 3)
         if self.want_ledger and delta.ledger is not None:
             self.ledger = rounded(delta.ledger)
 
-    def merged(self, deltas: list[Delta]) -> list[tuple[int, Delta]]:
-        """(choice, delta), with the deltas of each choice merged into one."""
-        found: dict[int, Delta] = {}
-        for delta in deltas:
-            choice = self.choice_of(delta)
-            earlier = found.get(choice)
-            found[choice] = delta if earlier is None else _join(earlier, delta)
-        return list(found.items())
-
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens + self.completion_tokens,
-                     PromptDetails(self.cached_tokens, self.cached_by_tier), self.drafted)
+                     PromptDetails(self.cached_tokens, cached_tokens_by_tier=self.cached_by_tier), self.details)
 
     def chunk_usage(self) -> Usage | UnsetType | None:
         """The `usage` of an event before the last: the usage so far, null, or absent, as the request wants it."""
@@ -170,8 +166,11 @@ class ChoicesAnswer(ABC):
         return None if self.usage_at_end else UNSET
 
 
-def _join(earlier: Delta, later: Delta) -> Delta:
+def _joined(parts: list[Delta]) -> Delta:
+    """Consecutive deltas of a choice as one."""
+    if len(parts) == 1:
+        return parts[0]
     return msgspec.structs.replace(
-        later, text=earlier.text + later.text, token_ids=[*earlier.token_ids, *later.token_ids],
-        logprobs=[*(earlier.logprobs or ()), *(later.logprobs or ())] or None,
-        prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs)
+        parts[-1], text="".join([one.text for one in parts]), token_ids=[token for one in parts for token in one.token_ids],
+        logprobs=[line for one in parts for line in one.logprobs or ()] or None,
+        prompt_logprobs=next((one.prompt_logprobs for one in parts if one.prompt_logprobs), None))

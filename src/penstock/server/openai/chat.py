@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages through the model's template, and the answer in OpenAI's shape."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +14,7 @@ from penstock.core.request import EngineInfo, TokenLogprobs
 from penstock.core.request import Request as EngineRequest
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
-from penstock.server.ignored import note_ignored
+from penstock.server.answer import note_ignored
 from penstock.server.openai.answers import ChoicesAnswer, Usage
 from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
 from penstock.server.openai.messages import choose, ignored, render
@@ -83,10 +83,17 @@ class ChatAnswer(ChoicesAnswer):
         super().__init__(name, model, [request], body, namer, info)
         self.request = request
         self.want_logprobs = bool(body.logprobs)
-        self.readings = [Reading(new_parser(), body) for _ in self.growths]
+        self.readings = [Reading(new_parser(), body, self.details) for _ in self.growths]
         self._plain = not (self.want_logprobs or self.want_ids or self.usage_always or forced(body))
 
-    def event(self, choice: int, delta: Delta) -> bytes:
+    def add(self, deltas: Iterable[Delta]) -> None:
+        super().add(deltas)
+        for delta in deltas:
+            reading = self.readings[delta.index]
+            if delta.finish_reason or not reading.parser.is_content(delta.text):
+                reading.events(delta)
+
+    def event(self, choice: int, delta: Delta, parts: Sequence[Delta] = ()) -> bytes:
         """A choice begins with an event that names the role, as OpenAI's does."""
         growth, reading, opening = self.growths[choice], self.readings[choice], b""
         if not growth.started:
@@ -98,8 +105,7 @@ class ChatAnswer(ChoicesAnswer):
             if frame is None:
                 frame = self.frames[choice] = Frame(self._chunk(ChunkChoice(choice, ChunkDelta(content="\0"))), "content")
             return opening + frame.event(delta.text)
-        events = reading.events(delta.text, delta.finish_reason is not None)
-        said = reading.chunk(events)
+        said = reading.chunk([one for part in parts or (delta,) for one in reading.events(part)])
         if said == ChunkDelta() and not (delta.finish_reason or self.want_logprobs or self.want_ids):
             return opening
         if said == ChunkDelta() and not delta.finish_reason:
@@ -133,7 +139,7 @@ class ChatAnswer(ChoicesAnswer):
         lines = []
         for index, (growth, reading) in enumerate(zip(self.growths, self.readings, strict=True)):
             logprobs = self._scores(growth.logprobs) if self.want_logprobs else None
-            message = reading.whole("".join(growth.text))
+            message = reading.whole()
             lines.append(AnswerChoice(index, message, logprobs, reading.finish_reason(growth.finish_reason),
                                       growth.stop_reason, growth.token_ids if self.want_ids else None, reading.flags))
         answer = ChatCompletion(self.id, self.created, self.model, lines, self.usage(), ledger=self.ledger,
@@ -182,7 +188,8 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, state.llm.inputs.defaults, limit, logprobs)
     tools = offered(body)
-    budget = body.max_thinking_tokens if body.max_thinking_tokens is not None else body.thinking_token_budget
+    budget = body.thinking_token_budget if body.max_thinking_tokens is None else body.max_thinking_tokens
+    budget = None if budget == -1 else budget
     must, inputs = forced(body), state.llm.inputs
     held = not must and params.structured_outputs is None and (strict(body, tools) or (inputs.constrain_tools and bool(tools)))
     if budget is not None or params.structured_outputs is not None or must:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -78,7 +79,7 @@ class CompletionAnswer(ChoicesAnswer):
                 self._scores[delta.request_id] = delta.prompt_logprobs
         return super().events(deltas)
 
-    def event(self, index: int, delta: Delta) -> bytes:
+    def event(self, index: int, delta: Delta, parts: Sequence[Delta] = ()) -> bytes:
         growth = self.growths[index]
         opening = not growth.started
         self.count(delta)

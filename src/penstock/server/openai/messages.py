@@ -63,6 +63,8 @@ def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
     if taken:
         raise RequestError(f"chat_template_kwargs may not set {', '.join(taken)}; these are fields of the request",
                            param="chat_template_kwargs")
+    if body.reasoning_effort == "none":
+        variables.setdefault("enable_thinking", False)
     # Fields that the template does not read are left out; `ignored` reports them.
     return {**{name: getattr(body, name) for name in STYLE if getattr(body, name) is not None and template.reads(name)},
             **variables}
@@ -70,4 +72,6 @@ def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
 
 def ignored(template: ChatTemplate, body: Templated) -> list[str]:
     """Fields of `body` meant for the template that the template does not read."""
-    return [name for name in STYLE if getattr(body, name) is not None and not template.reads(name)]
+    off = body.reasoning_effort == "none" and template.reads("enable_thinking")
+    return [name for name in STYLE if getattr(body, name) is not None and not template.reads(name)
+            and not (off and name == "reasoning_effort")]

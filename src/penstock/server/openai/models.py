@@ -1,12 +1,11 @@
 """GET /v1/models and /v1/models/{model}."""
 
-from datetime import UTC, datetime
 from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.server.answer import json_response
+from penstock.server.answer import json_response, utc
 from penstock.server.state import State
 
 
@@ -56,4 +55,4 @@ class Models:
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
                 "root": root, "parent": parent, "max_model_len": info.max_model_len if info else None,
                 "type": "model", "display_name": name,
-                "created_at": datetime.fromtimestamp(self.state.created, UTC).isoformat().replace("+00:00", "Z")}
+                "created_at": utc(self.state.created)}

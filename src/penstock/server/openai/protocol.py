@@ -405,7 +405,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_ENTRIES)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     reasoning_effort: str | None = None
-    """Handed to the chat template, as verbosity is. Models whose template does not know it ignore it."""
+    """Handed to the chat template, as verbosity is; none switches thinking off. Templates that read neither ignore it."""
     verbosity: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -433,8 +433,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     prediction: Prediction | None = None
     max_thinking_tokens: Natural | None = None
     """After so many tokens of thinking its end is forced."""
-    thinking_token_budget: Natural | None = None
-    """vLLM's name of it."""
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
+    """vLLM's name of it; -1 sets no limit."""
     web_search_options: None = None
 
     def __post_init__(self) -> None:

@@ -11,6 +11,8 @@ from msgspec import UNSET, UnsetType
 from penstock.core.errors import RequestError
 from penstock.dialects.message import Arguments, CallBegins, CallEnds, CallFails, Content, Event, ReasoningText
 from penstock.dialects.parser import Parser
+from penstock.engine.outputs import Delta
+from penstock.server.openai.answers import CompletionDetails
 from penstock.server.openai.protocol import ChatRequest, GrammarFormat, TokenizeRequest
 
 
@@ -108,12 +110,15 @@ def as_function(tool: dict[str, Any]) -> dict[str, Any]:
 class Reading:
     """One choice's answer, read as it grows."""
 
-    def __init__(self, parser: Parser, body: ChatRequest) -> None:
+    def __init__(self, parser: Parser, body: ChatRequest, details: CompletionDetails) -> None:
+        """`details` count reasoning: a token that makes nothing certain, such as a marker, goes with the text behind it."""
         self.parser = parser
         self.include_reasoning = body.include_reasoning is not False
         self.one = body.parallel_tool_calls is False
         self.forced = forced(body)
         self.custom = {tool.custom.name for tool in body.tools or () if tool.custom is not None}
+        self.details = details
+        self._silent, self._thinks = 0, False
         self._index: dict[int, int] = {}
         """A call's index in the answer, by the parser's."""
         self._inputs: dict[int, list[str]] = {}
@@ -123,10 +128,18 @@ class Reading:
     def flags(self) -> Flags | UnsetType:
         return Flags(True) if self.parser.malformed else UNSET
 
-    def events(self, text: str, ended: bool) -> list[Event]:
-        """The events that this text makes certain."""
-        events = self.parser.push(text)
-        return [*events, *self.parser.finish()] if ended else events
+    def events(self, delta: Delta) -> list[Event]:
+        """The events that a delta makes certain."""
+        events = self.parser.push(delta.text)
+        if delta.finish_reason:
+            events = [*events, *self.parser.finish()]
+        self._silent += len(delta.token_ids)
+        if events:
+            self._thinks = isinstance(events[-1], ReasoningText)
+        if events or delta.finish_reason:
+            self.details.reasoning_tokens += self._silent if self._thinks else 0
+            self._silent = 0
+        return events
 
     def chunk(self, events: list[Event]) -> ChunkDelta:
         """Some events as what is new of a message."""
@@ -167,17 +180,14 @@ class Reading:
         else:
             delta.tool_calls = [*(delta.tool_calls or ()), CallChunk(index, function=CalledFunction(arguments=text))]
 
-    def whole(self, text: str) -> AnswerMessage:
+    def whole(self) -> AnswerMessage:
         """The message of a whole answer."""
-        self.parser.push(text)
-        self.parser.finish()
         found = self.parser.message()
         calls = found.calls[:1] if self.one else found.calls
         message = AnswerMessage("" if self.forced else found.content or (None if calls or found.reasoning else ""))
         if found.reasoning and self.include_reasoning:
             message.reasoning = message.reasoning_content = found.reasoning
-        if calls or self.forced:
-            # As vLLM's: a list and an empty text.
+        if calls:
             message.tool_calls = [
                 CallChunk(id=call.id, type="custom", custom=CalledCustom(call.name, custom_input(call.arguments)))
                 if call.name in self.custom else

@@ -13,11 +13,10 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.stream import Stream
-from penstock.server.answer import json_response
+from penstock.server.answer import json_response, note_ignored
 from penstock.server.blocks import Blocks
 from penstock.server.dialect import Route
 from penstock.server.errors import as_request_error
-from penstock.server.ignored import note_ignored
 from penstock.server.openai.chat import Prepared, prepared
 from penstock.server.openai.form import OpenAIForm, explain, refusing
 from penstock.server.openai.logprobs import namer
@@ -30,7 +29,7 @@ from penstock.server.responses.conversations import Conversations, extend, liste
 from penstock.server.responses.convert import chat_request, items_of
 from penstock.server.state import State
 from penstock.server.store import Database
-from penstock.server.stored import Ref, missing, ref, whose
+from penstock.server.stored import Ref, missing, number, ref, whose
 
 
 class Stored(msgspec.Struct):
@@ -229,18 +228,18 @@ class Responses(OpenAIForm):
         response = ref(http, "response")
         running = self._running(response)
         if http.query_params.get("stream") == "true":
-            after = http.query_params.get("starting_after", "-1")
-            if not after.removeprefix("-").isdigit():
-                raise RequestError(f"starting_after is {after!r}; possible is an event's sequence_number",
+            given = http.query_params.get("starting_after", "-1")
+            if (after := number(given)) is None or after < -1:
+                raise RequestError(f"starting_after is {given!r}; possible is an event's sequence_number",
                                    param="starting_after")
             if running is not None:
-                return StreamingResponse(running.follow(int(after)), headers=SSE_HEADERS, media_type="text/event-stream")
+                return StreamingResponse(running.follow(after), headers=SSE_HEADERS, media_type="text/event-stream")
             await self._stored(response)
             found = await self.state.store.run(lambda database: database.get(*response._replace(kind="events")))
             if found is None:
                 raise RequestError("this response has no events to read again; only those with background and stream have",
                                    param="stream")
-            events = msgspec.json.decode(found, type=list[str])[int(after) + 1:]
+            events = msgspec.json.decode(found, type=list[str])[after + 1:]
             return Response("".join(events), headers=SSE_HEADERS, media_type="text/event-stream")
         return json_response(running.answer.response if running is not None else (await self._stored(response)).response)
 

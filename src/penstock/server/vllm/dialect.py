@@ -70,7 +70,7 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class TokensAnswer(ChoicesAnswer):
     """Builds an answer of tokens from deltas."""
 
-    def event(self, choice: int, delta: Delta) -> bytes:
+    def event(self, choice: int, delta: Delta, parts: Sequence[Delta] = ()) -> bytes:
         self.count(delta)
         scored = self._scored(delta.logprobs or [])
         return event(Generated(self.id, [TokensChoice(choice, delta.token_ids, delta.finish_reason, delta.stop_reason,
