@@ -13,7 +13,7 @@ RULES = (*rules.MIXTRAL_EXPERTS, *rules.LLAMA)
 
 
 def _experts(config: Config, score: str = "softmax", *, normalise: bool = True, corrected: bool = False) -> MixerSpec:
-    """Those of every layer, whose weights are normalised over the picked ones."""
+    """The experts of every layer. `normalise`: a token's weights are, over the picked ones."""
     routing = parts.routing(config, score, normalise=normalise, corrected=corrected)
     return parts.experts(config, routing, inner="intermediate_size")
 
