@@ -143,9 +143,15 @@ def draft_layers(config: Config) -> int:
                                 if name in config.values), "num_mtp_layers"), 0, least=0)
 
 
-def pre_norm_block(attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, scale: float = 1.0) -> BlockSpec:
-    """Llama's block: each branch normalises its input."""
-    return BlockSpec(((BranchSpec(attention, pre=norm, scale=scale),), (BranchSpec(mlp, pre=norm, scale=scale),)))
+def block(attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, *, pre: bool = True, post: bool = False, same: bool = False,
+          scale: float = 1.0) -> BlockSpec:
+    """`pre`, `post`: branches are normed before, as Llama's, and after. `same`: both read what the norm before attention
+    gives."""
+    before, after = norm if pre else None, norm if post else None
+    first = BranchSpec(attention, before, after, scale=scale)
+    if same:
+        return BlockSpec(((first, BranchSpec(mlp, same=True)),))
+    return BlockSpec(((first,), (BranchSpec(mlp, before, after, scale=scale),)))
 
 
 def sliding(attention: AttentionSpec, windows: Iterable[int], full: AttentionSpec | None = None) -> list[AttentionSpec]:
@@ -155,17 +161,11 @@ def sliding(attention: AttentionSpec, windows: Iterable[int], full: AttentionSpe
 
 def layered(config: Config, attention: MixerSpec | Sequence[MixerSpec], mlp: MixerSpec | Sequence[MixerSpec], norm: NormSpec, *,
             pre: bool = True, post: bool = False, same: bool = False, scale: float = 1.0, **more: Any) -> ModelSpec:
-    """A model of blocks of attention and a feed-forward part, which are of all layers or of each. `pre`, `post`: branches are
-    normed before, as Llama's, and after. `same`: both read what the norm before attention gives."""
-    before, after, layers = norm if pre else None, norm if post else None, config.integer("num_hidden_layers")
-
-    def block(first: MixerSpec, second: MixerSpec) -> BlockSpec:
-        branch = BranchSpec(first, before, after, scale=scale)
-        beside = BranchSpec(second, same=True) if same else BranchSpec(second, before, after, scale=scale)
-        return BlockSpec(((branch, beside),) if same else ((branch,), (beside,)))
-
-    both = (part if isinstance(part, Sequence) else [part] * layers for part in (attention, mlp))
-    return decoder(config, [block(first, second) for first, second in zip(*both, strict=True)], norm, **more)
+    """A model of blocks, as `block` makes them of attention and a feed-forward part, which are of all layers or of each."""
+    both = (part if isinstance(part, Sequence) else [part] * config.integer("num_hidden_layers") for part in (attention, mlp))
+    blocks = [block(first, second, norm, pre=pre, post=post, same=same, scale=scale)
+              for first, second in zip(*both, strict=True)]
+    return decoder(config, blocks, norm, **more)
 
 
 def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embedding: EmbeddingSpec | None = None,
