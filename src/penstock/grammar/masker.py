@@ -186,11 +186,12 @@ class Masker:
             return
         wide = bits.view(np.uint32 if self._words % 2 else np.uint64)
         # A part of the words tells nearly all masks that allow many tokens.
-        some = _allowed(wide[:, :wide.shape[1] // 16 + 1]).tolist()
+        few = np.flatnonzero(_allow_few(wide[:, :wide.shape[1] // 16 + 1]))
+        forcing = set(few[_allow_few(wide[few])].tolist())
         for first, segment, state in moved:
             if spare <= 0:
                 break
-            if some[first] > _FEW or _allowed(wide[first]) > _FEW or state.matcher is None:
+            if first not in forcing or state.matcher is None:
                 continue
             state.forced = forced = state.matcher.compute_ff_tokens()
             if not forced:
@@ -273,9 +274,10 @@ class Masker:
         return LLExecutor()
 
 
-def _allowed(words: npt.NDArray[Any]) -> Any:
-    """The number of tokens that masks allow, summed over the last axis."""
-    return np.bitwise_count(words).sum(-1, dtype=np.uint32)
+def _allow_few(words: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """For each line of words of masks, whether they allow few tokens."""
+    few: npt.NDArray[np.bool_] = np.bitwise_count(words).sum(1, dtype=np.uint32) <= _FEW
+    return few
 
 
 def _numbered(rows: list[_Row]) -> Iterator[tuple[int, list[int], int]]:

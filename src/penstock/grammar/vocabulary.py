@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from penstock.core.errors import RequestError
 from penstock.text import Tokenizer
 
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
 _FORCED = ('{"', '{"name": "', '", "age": ', "}", "]}", '": [', " true", "false}", "<tool_call>\n{", "\n</tool_call>", "  - ",
            "12", "functions.get_weather:0", "été", "日本語")
 """Texts as grammars force them."""
+
+
+class _Added(msgspec.Struct):
+    special: bool
+
+
+class _Definition(msgspec.Struct):
+    """A tokenizer.json, as far as it is read here."""
+
+    added_tokens: list[_Added]
 
 
 @dataclass
@@ -63,7 +75,8 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
 
     special = sorted(token for token in tokenizer.special_ids if token < len(tokens))
     definition = tokenizer.definition()
-    if definition is not None:
+    # llguidance takes all added tokens for special; finding that out afterwards takes a second.
+    if definition is not None and _specials_alone(definition):
         # A form of tokenizer.json that llguidance does not know is no error here.
         with contextlib.suppress(Exception):
             own = LLTokenizer(definition, n_vocab=len(tokens), eos_token=ends)
@@ -72,11 +85,15 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
     return LLTokenizer(cast("TokenizerWrapper", Described(tokens, encode, ends[0], tokenizer.bos_id, special)), eos_token=ends)
 
 
+def _specials_alone(definition: str) -> bool:
+    return all(token.special for token in msgspec.json.decode(definition, type=_Definition).added_tokens)
+
+
 def _equal(own: LLTokenizer, tokens: list[bytes], special: frozenset[int], encode: Callable[[str], list[int]]) -> bool:
-    """Whether llguidance has the same tokens, and cuts the texts that grammars force into the same ones. It takes other added
-    tokens than special ones for special, and tokens without bytes or with byte 255 first, by which it marks special ones."""
+    """Whether llguidance has the same tokens, and cuts the texts that grammars force into the same ones. It takes tokens
+    without bytes for special, too, and those with byte 255 first, by which it marks special ones."""
     marked = special.union(token for token, text in enumerate(tokens) if text[:1] in (b"", b"\xff"))
     return (own.vocab_size == len(tokens)
             and all(own.is_special_token(token) == (token in marked) for token in range(len(tokens)))
-            and all(own.decode_bytes([token]) == text for token, text in enumerate(tokens) if not own.is_special_token(token))
+            and all(own.decode_bytes([token]) == text for token, text in enumerate(tokens) if token not in marked)
             and all(own.tokenize_str(text) == encode(text) for text in _FORCED))

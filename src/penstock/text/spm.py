@@ -68,6 +68,9 @@ class SentencePieceVocabulary:
     def name_of(self, token: int) -> str | None:
         return self._name(token) if 0 <= token < self._core.vocab_size() or token in self._names else None
 
+    def definition(self) -> None:
+        """There is none."""
+
     def bytes_of(self, token: int) -> bytes:
         piece = self._piece(token)
         return bytes([piece]) if isinstance(piece, int) else piece.encode()

@@ -106,7 +106,7 @@ class Tokenizer:
 
     def definition(self) -> str | None:
         """The vocabulary as a tokenizer.json; None if it is a sentencepiece file."""
-        return self._vocabulary.definition() if isinstance(self._vocabulary, FastVocabulary) else None
+        return self._vocabulary.definition()
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary."""
