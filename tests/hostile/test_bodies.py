@@ -69,7 +69,7 @@ class Health:
 
 
 def send(server: Served, path: str, body: bytes, kind: str = "application/json") -> httpx.Response:
-    return server.http.post(path, content=body, headers={"Content-Type": kind.encode("latin-1")})  # type: ignore[dict-item]
+    return server.http.post(path, content=body, headers={b"Content-Type": kind.encode("latin-1")})
 
 
 @pytest.mark.serial

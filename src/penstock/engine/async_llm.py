@@ -188,7 +188,7 @@ class AsyncLLM:
                 worked = True
             elif worked:
                 # The first look at rest since the last work.
-                await asyncio.to_thread(give_back_memory, True)
+                await asyncio.to_thread(give_back_memory, at_rest=True)
                 worked = False
             reason = self.unhealthy()
             if reason is not None and self.live and self.dead is None:

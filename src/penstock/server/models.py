@@ -99,4 +99,3 @@ class ModelRoutes:
             raise RequestError(f"the weights of {body.model_path!r} could not be loaded, so the old ones stay: {error}",
                                param="model_path", code="loading_failed") from None
         return json_response({"success": True, "message": f"serving the weights of {body.model_path}"})
-

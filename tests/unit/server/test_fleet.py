@@ -47,7 +47,8 @@ def run(test: Callable[[Fleet, asyncio.Event], Awaitable[None]], keep_alive: flo
     """Runs `test` over a model that starts at once and one whose start waits."""
     async def whole() -> None:
         Fake.alive, gate = 0, asyncio.Event()
-        slots: list[Any] = [Slot(["quick"], Fake()), Slot(["slow"], Fake(gate))]  # type: ignore[arg-type]
+        fakes: list[Any] = [Fake(), Fake(gate)]
+        slots = [Slot([name], fake) for name, fake in zip(("quick", "slow"), fakes, strict=True)]
         fleet = Fleet(slots, keep_alive=keep_alive)
         await fleet.start()
         try:
