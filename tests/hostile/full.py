@@ -259,9 +259,12 @@ async def _calls(address: str, until: float, statuses: Counter[str]) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         while time.monotonic() < until:
             for call in calls():
-                made = (channel.stream_unary if METHODS[call.method] else channel.unary_unary)(call.path)
                 try:
-                    await made(iter([call.data]) if METHODS[call.method] else call.data, timeout=60)
+                    if METHODS[call.method]:
+                        async for _ in channel.stream_stream(call.path)(iter([call.data]), timeout=60):
+                            pass
+                    else:
+                        await channel.unary_unary(call.path)(call.data, timeout=60)
                     code = "OK"
                 except grpc.aio.AioRpcError as error:
                     code = error.code().name

@@ -199,7 +199,8 @@ def test_usage(server: Served) -> None:
     reset(server)
     assert cached(send(server, tokens(1))) == 0
     again = send(server, tokens(1))
-    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 127, "cached_tokens_by_tier": {"device": 127}}
+    assert again["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 127, "audio_tokens": 0, "cached_tokens_by_tier": {"device": 127}}
     several = send(server, [tokens(1), tokens(2)], n=2)
     assert cached(several) == 127, "each prompt counts once"
     answer = server.http.post("/v1/completions", headers={"Authorization": "Bearer a"}, json={
