@@ -31,6 +31,9 @@ class Balancing:
         self._group, self._interval, self._steps = group, interval, 0
         self._layers = [mixer for block in model.blocks for mixer in block.mixers
                         if isinstance(mixer, Experts) and mixer.held is not None]
+        if interval and self._layers:
+            # NCCL connects ranks at their first exchange, which takes a quarter of a second.
+            group.begin_exchange(self._layers[0].counts.new_zeros(group.size, 1), [1] * group.size, [1] * group.size)()
         self._seen: list[list[int]] | int = 0
         self._looked: Arriving | None = None
         self._planned: Iterator[tuple[Experts, list[Move]]] = self._spread() if spread else iter(())
