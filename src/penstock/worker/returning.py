@@ -5,12 +5,14 @@ The first stage takes in a step's tokens when a later one needs one of its rows:
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.parallel.pipe import Pipe
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
+from penstock.worker.staging import Staging
 
 
 class Returning:
@@ -18,6 +20,7 @@ class Returning:
 
     def __init__(self, pipe: Pipe, rows: Rows) -> None:
         self._pipe, self._rows = pipe, rows
+        self._places = Staging(torch.int32, rows.device)
         self._expected: deque[tuple[Ints, Ints]] = deque()
         """(rows, positions) of the tokens of each step that have not been taken in."""
 
@@ -36,8 +39,11 @@ class Returning:
         needed = max((i for i, (rows, _) in enumerate(self._expected, 1) if not touched.isdisjoint(rows.tolist())), default=0)
         for _ in range(needed):
             rows, positions = self._expected.popleft()
-            device = self._rows.device
-            found = torch.empty(len(rows), dtype=torch.int32, device=device)
+            size = len(rows)
+            found = torch.empty(size, dtype=torch.int32, device=self._rows.device)
             self._pipe.receive_back(found)
-            row, position = (torch.from_numpy(places).to(device).long() for places in (rows, positions))
+            # Pinned: any other copy would make the host wait for the tokens, and the next step would be enqueued late.
+            self._places.host(2 * size)[:2 * size] = np.concatenate([rows, positions])
+            self._places.send(2 * size)
+            row, position = self._places.device(2 * size).long().split(size)
             self._rows.tokens[row, position] = found
