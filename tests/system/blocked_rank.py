@@ -11,15 +11,15 @@ from itertools import count
 
 import torch
 
-from penstock.parallel.group import Processes
+from penstock.parallel.group import Group
 from penstock.worker import process
 
 _AFTER = 600
 """Exchanges that succeed: those of the start, and of some steps."""
-_gather, _made = Processes.gather, count()
+_gather, _made = Group.gather, count()
 
 
-def gather(self: Processes, x: torch.Tensor) -> torch.Tensor:
+def gather(self: Group, x: torch.Tensor) -> torch.Tensor:
     if self.rank == 1 and next(_made) == _AFTER:
         if os.environ["BLOCKED"] == "full":
             sending, _reading = socket.socketpair()
@@ -32,5 +32,5 @@ def gather(self: Processes, x: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    Processes.gather = gather  # type: ignore[method-assign]
+    Group.gather = gather  # type: ignore[method-assign]
     process.main()

@@ -31,15 +31,20 @@ class Threads(Group):
     def __init__(self, rank: int, shared: Shared) -> None:
         self.rank, self.size = rank, shared.size
         self._shared = shared
+        self._sums, self._peers = False, None
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         shared = self._shared
         shared.given[self.rank] = x
         shared.barrier.wait()
         found = torch.stack(shared.given)
         # Nobody may go on and overwrite its part before all have read it.
         shared.barrier.wait()
-        return found
+        return lambda: found
+
+    def _exchanged(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
+        found = self._gathered(x)()[:, self.rank]
+        return lambda: found
 
     def begin_exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> Callable[[], torch.Tensor]:
         shared = self._shared

@@ -25,7 +25,6 @@ from penstock.core.child import Failed
 from penstock.core.control import CALLS, Answer, Drafted, Loading, Said, Stepped, Told
 from penstock.core.errors import EngineDeadError, RankLostError
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
-from penstock.core.rank import Survey
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import Progress, Rank, RankGroup
@@ -267,12 +266,6 @@ class RemoteGroup(RankGroup):
         except BaseException:
             self.close()
             raise
-
-    def survey(self) -> Survey:
-        found = super().survey()
-        # On GPUs ranks did not leave steps in which they waited for one that was lost.
-        self._renews = self._renews and found.device.kind == "cpu"
-        return found
 
     def _each(self, call: str, *arguments: Any) -> list[Any]:
         if call == "load":

@@ -303,12 +303,13 @@ class Replicas:
     async def _start_again(self, gone: Sequence[int]) -> None:
         """Starts lost engines again, once more if they are lost at it; then the others go on, or the server ends."""
         while True:
+            kept = all(self._processes[i].dead is None for i in gone)
             try:
                 await self._started(gone)
                 break
             except PenstockError as error:
-                # A model or an option that is refused now will be refused again.
-                if isinstance(error, EngineDeadError) and self._may_restart():
+                # A model or an option that is refused now will be refused again. That ranks could not be kept is no loss more.
+                if isinstance(error, EngineDeadError) and (kept or self._may_restart()):
                     LOG.error("an engine was lost while it started, and starts again: %s", error)
                     continue
                 for i in gone:

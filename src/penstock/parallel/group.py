@@ -3,7 +3,6 @@
 Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step."""
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +13,7 @@ from penstock.observe.log import LOG
 from penstock.ops import gpu
 from penstock.ops.contracts import AddRmsNorm
 from penstock.parallel.axis import Place
-from penstock.parallel.peer import Peers, shared
+from penstock.parallel.peer import Shared
 from penstock.platform.facts import detect
 
 
@@ -28,48 +27,10 @@ def added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-class Group(ABC):
-    """The ranks of one axis, as one of them sees it. All ranks make the same calls in the same order."""
-
-    rank: int
-    size: int
-
-    @abstractmethod
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, *x.shape]: the x of all ranks."""
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' x, which may be overwritten, in x's dtype."""
-        return added(self.gather(x).unbind())
-
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float,
-                 norm: AddRmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """`norm` (ops/norm.py::add_rms_norm) of the sum of the ranks' x and the residual; both [T, W] may be overwritten."""
-        return norm(self.reduce(x), residual, weight, eps, offset)
-
-    def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...] -> [...]: the sum of the ranks' parts x[rank]."""
-        return added(self.gather(x)[:, self.rank].unbind())
-
-    def begin(self, x: torch.Tensor, share: bool) -> Callable[[], torch.Tensor]:
-        """Begins the sum of the ranks' x [T, ...], which may be overwritten; a call waits for it. `share`: only of this rank's
-        share of the rows, of which there are equally many for each rank."""
-        found = self.reduce_own(x.unflatten(0, (self.size, -1))) if share else self.reduce(x)
-        return lambda: found
-
-    @abstractmethod
-    def begin_exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> Callable[[], torch.Tensor]:
-        """Begins to send the first `sent[0]` rows x [T, W] to rank 0, the next to rank 1, and so on; a call waits for the rows
-        that came, `received[r]` from rank r, in that order."""
-
-    def begin_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to gather the rows x [T, ...] of all ranks; a call waits for them, [size * T, ...]."""
-        found = self.gather(x).flatten(0, 1)
-        return lambda: found
-
-
 _JOIN_SECONDS = 120.0
 """The longest that ranks wait for each other at their start."""
+_LONG = 1 << 20
+"""Bytes of a message of more than two ranks from which on each adds up a share for all."""
 
 
 def joined(place: Place, device: torch.device) -> None:
@@ -81,6 +42,8 @@ def joined(place: Place, device: torch.device) -> None:
     if not host or host == "127.0.0.1":
         # All ranks are on this machine: nothing is bound to another interface.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    # The engine decides what becomes of a rank whose peers are lost, not a thread of torch that ends its process.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # Each link of a pipeline is a group of its own, as this warning asks.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     stores: Any = torch._C._distributed_c10d  # noqa: SLF001 (not exported)
@@ -101,8 +64,8 @@ def subgroup(members: Sequence[Sequence[int]], rank: int) -> Any:
     return found
 
 
-class Processes(Group):
-    """Ranks in processes."""
+class Group:
+    """The ranks of one axis, in processes, as one of them sees it. All ranks make the same calls in the same order."""
 
     def __init__(self, rank: int, size: int, group: Any, device: torch.device, peers: bool = True) -> None:
         """`group`: torch's. `peers`: GPUs that can, exchange short messages by our own kernel."""
@@ -115,74 +78,90 @@ class Processes(Group):
         # Its name in torch 2.13, and before.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._sums = cuda and self.size == 2
-        self._peers: Peers | None = None
-        self._kept: Any = None
+        self._peers: Shared | None = None
         if cuda and peers and not gpu.supports(detect(str(device)), torch.bfloat16):
             try:
-                self._peers, self._kept = shared(self.rank, self.size, device, self._group)
+                self._peers = Shared(self.rank, self.size, device, self._group)
             except RuntimeError as error:
                 LOG.warning("GPUs cannot map each other's memory, NCCL exchanges short messages: %s", error)
 
     def close(self) -> None:
         """Lets go of the connections."""
-        self._group = self._peers = self._kept = None
+        if self._peers is not None:
+            self._peers.close()
+        self._group = self._peers = None
+
+    def release(self, turn: int) -> None:
+        """`Shared.release`."""
+        if self._peers is not None:
+            self._peers.release(turn)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' x, which may be overwritten, in x's dtype."""
         if self._peers is not None and self._peers.takes(x):
             return self._peers.reduce(x)
         if self._sums:
             # Of two addends there is only one order.
             self._reduce(x, group=self._group)
             return x
-        return super().reduce(x)
+        if self.size > 2 and x.nbytes >= _LONG and x.numel() % self.size == 0:
+            return self.gather(self.reduce_own(x.view(self.size, -1))).view_as(x)
+        return added(self.gather(x).unbind())
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float,
                  norm: AddRmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm` (ops/norm.py::add_rms_norm) of the sum of the ranks' x and the residual; both [T, W] may be overwritten."""
         if self._peers is not None and self._peers.takes_rows(x, residual):
             return self._peers.add_norm(x, residual, weight, eps, offset), residual
-        return super().add_norm(x, residual, weight, eps, offset, norm)
+        return norm(self.reduce(x), residual, weight, eps, offset)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        if self._peers is not None and self._peers.takes(x):
+        """[size, *x.shape]: the x of all ranks."""
+        if self._peers is not None and self._peers.takes(x, gather=True):
             return self._peers.gather(x)
         return self._gathered(x)()
 
     def reduce_own(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] -> [...]: the sum of the ranks' parts x[rank]."""
         if self._peers is not None and self._peers.takes(x):
             return self._peers.reduce(x)[self.rank]
         return added(self._exchanged(x)().unbind())
 
     def begin(self, x: torch.Tensor, share: bool) -> Callable[[], torch.Tensor]:
-        if share:
-            arrived = self._exchanged(x.unflatten(0, (self.size, -1)), later=True)
-            return lambda: added(arrived().unbind())
-        if self._sums:
+        """Begins the sum of the ranks' x [T, ...], which may be overwritten; a call waits for it. `share`: only of this rank's
+        share of the rows, of which there are equally many for each rank."""
+        if self._sums and not share:
             work = self._reduce(x, group=self._group, async_op=True)
             return lambda: (work.wait(), x)[1]
-        arrived = self._gathered(x, later=True)
+        arrived = self._exchanged(x.unflatten(0, (self.size, -1)), True) if share else self._gathered(x, True)
         return lambda: added(arrived().unbind())
 
     def begin_gather(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        arrived = self._gathered(x, later=True)
+        """Begins to gather the rows x [T, ...] of all ranks; a call waits for them, [size * T, ...]."""
+        arrived = self._gathered(x, True)
         return lambda: arrived().flatten(0, 1)
 
     def begin_exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> Callable[[], torch.Tensor]:
+        """Begins to send the first `sent[0]` rows x [T, W] to rank 0, the next to rank 1, and so on; a call waits for the rows
+        that came, `received[r]` from rank r, in that order."""
         found = torch.empty((sum(received), *x.shape[1:]), dtype=x.dtype, device=x.device)
         size = x.shape[1] * x.element_size()
-        work = self._exchange(as_bytes(found), as_bytes(x.contiguous()), [count * size for count in received],
-                              [count * size for count in sent], group=self._group, async_op=True)
-        return lambda: (work.wait(), found)[1]
+        sizes = [[count * size for count in counts] for counts in (received, sent)]
+        return self._travels(self._exchange, found, x, True, *sizes)
 
     def _gathered(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         """[size, *x.shape], by the library. `later`: a call waits for it."""
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        work = self._gather(as_bytes(found), as_bytes(x.contiguous()), group=self._group, async_op=later)
-        return lambda: (work and work.wait(), found)[1]
+        return self._travels(self._gather, found, x, later)
 
     def _exchanged(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         """[size, ...] -> [size, ...]: this rank's part of every rank's x, by the library."""
-        found = torch.empty_like(x, memory_format=torch.contiguous_format)
-        work = self._exchange(as_bytes(found), as_bytes(x.contiguous()), group=self._group, async_op=later)
+        return self._travels(self._exchange, torch.empty_like(x, memory_format=torch.contiguous_format), x, later)
+
+    def _travels(self, call: Any, found: torch.Tensor, x: torch.Tensor, later: bool,
+                 *sizes: list[int]) -> Callable[[], torch.Tensor]:
+        """Calls the library, which sends x and fills `found`."""
+        work = call(as_bytes(found), as_bytes(x.contiguous()), *sizes, group=self._group, async_op=later)
         return lambda: (work and work.wait(), found)[1]
 
 

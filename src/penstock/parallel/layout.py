@@ -2,15 +2,16 @@
 
 Figures are those of the table in docs/parallel.md ("On paper"), which bench/layouts.py prints."""
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from penstock.core.errors import ConfigError
 
-READ, COMPUTE, STEP, FURTHER = 0.86 * 4247e9, 800e12, 0.15e-3, 1.3e-6
+READ, COMPUTE, STEP, FURTHER, CROSSING = 0.86 * 4247e9, 800e12, 0.15e-3, 1.3e-6, 2e-6
 """Bytes/s of one card's decode steps, FLOP/s of its products (H200); seconds of a step that no number of ranks shortens, and
-that each rank beyond two adds to a sum (assumed)."""
+those that each rank beyond two, and a second crossing of the link, add to a sum (assumed)."""
 LINKS = {"NVLink": (4.5e-6, 360e9), "PCIe": (12e-6, 24e9), "the host": (25e-6, 10e9)}
 """Seconds of a short sum over two ranks, and bytes/s one way. NVLink's were measured, the others are assumed."""
 _WEIGHTS, _FILLED = 0.8, 0.95
@@ -36,11 +37,18 @@ class Model(NamedTuple):
     context: int = 0
 
 
+def shares_from(ranks: int, link: str = "NVLink") -> float:
+    """Bytes of a sum from which on each of n ranks adds up a share for all (two-shot). Each sends 2 (n - 1) / n times the bytes
+    instead of n - 1, but they cross the link twice. Two ranks would send the same. By count, not measured."""
+    return CROSSING * LINKS[link][1] * ranks / ((ranks - 1) * (ranks - 2)) if ranks > 2 else math.inf
+
+
 def sum_seconds(nbytes: float, ranks: int, link: str = "NVLink") -> float:
     """Seconds of a sum over two ranks or more: short ones are pushed to all, of long ones each rank adds up its share."""
     first, rate = LINKS[link]
-    moved = nbytes * (ranks - 1) if nbytes <= 1 << 19 else 2 * nbytes * (ranks - 1) / ranks
-    return first + FURTHER * (ranks - 2) + moved / rate
+    shares = nbytes >= shares_from(ranks, link)
+    moved = nbytes * (ranks - 1) * (2 / ranks if shares else 1)
+    return first + FURTHER * (ranks - 2) + CROSSING * shares + moved / rate
 
 
 def _seconds(model: Model, tensors: int, stages: int, link: str) -> float:

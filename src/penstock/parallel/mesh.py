@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
+from threading import Thread
 
 import torch
 
 from penstock.parallel.axis import Place, places
-from penstock.parallel.group import Group, Processes, joined, subgroup
+from penstock.parallel.group import Group, joined, subgroup
 from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe
+
+_TURN_SECONDS = 0.01
+"""Between two attempts to end kernels' waiting."""
 
 
 @dataclass
@@ -27,19 +32,38 @@ class Mesh:
     def take(self, new: Mesh) -> None:
         """Has the connections of a new one. Groups stay the objects that a model's layers hold."""
         for name, own in vars(self).items():
-            if isinstance(own, Processes):
+            if isinstance(own, Group):
                 vars(own).update(vars(getattr(new, name)))
                 setattr(new, name, own)
         vars(self).update(vars(new))
+
+    def leave(self, stream: torch.cuda.Stream, drop: Callable[[], None]) -> None:
+        """Closes connections to ranks that are lost, for which kernels on the stream may wait; their results are worth nothing.
+        Calls `drop` when they have ended, which has to let go of CUDA graphs: NCCL waits for the end of all that use it."""
+        import torch.distributed.distributed_c10d as groups
+
+        ending, self.end = Thread(target=groups._abort_process_group), None  # noqa: SLF001 (not exported)
+        ending.start()
+        for turn in count():
+            if stream.query():
+                break
+            for group in self._groups():
+                group.release(turn)
+            time.sleep(_TURN_SECONDS)
+        drop()
+        ending.join()
+        self.close()
 
     def close(self) -> None:
         if self.end is not None:
             end, self.end = self.end, None
             end()
         self.pipe = None
-        for group in (self.tensor, self.context):
-            if isinstance(group, Processes):
-                group.close()
+        for group in self._groups():
+            group.close()
+
+    def _groups(self) -> list[Group]:
+        return [group for group in (self.tensor, self.context) if group is not None]
 
 
 def join(place: Place, device: torch.device, peers: bool) -> Mesh:
@@ -54,13 +78,13 @@ def join(place: Place, device: torch.device, peers: bool) -> Mesh:
     if place.tensors > 1:
         own = [[one.rank for one in every if (one.stage, one.context) == key]
                for key in product(range(place.stages), range(place.contexts))]
-        tensor = Processes(place.tensor, place.tensors, world if len(own) == 1 else subgroup(own, place.rank), device, peers)
+        tensor = Group(place.tensor, place.tensors, world if len(own) == 1 else subgroup(own, place.rank), device, peers)
     if place.contexts > 1:
         own = [[one.rank for one in every if (one.stage, one.tensor) == key]
                for key in product(range(place.stages), range(place.tensors))]
-        context = Processes(place.context, place.contexts, subgroup(own, place.rank), device, peers)
+        context = Group(place.context, place.contexts, subgroup(own, place.rank), device, peers)
     if place.datas > 1:
         # Of its own and on the host, as ranks agree on sizes while the devices compute.
-        agreeing = Processes(place.data, place.datas, dist.new_group(backend="gloo"), torch.device("cpu"))
-        data = Lockstep(Processes(place.data, place.datas, world, device, peers), agreeing, f"{place.rendezvous}/wave")
+        agreeing = Group(place.data, place.datas, dist.new_group(backend="gloo"), torch.device("cpu"))
+        data = Lockstep(Group(place.data, place.datas, world, device, peers), agreeing, f"{place.rendezvous}/wave")
     return Mesh(tensor, Pipe(place, device) if place.stages > 1 else None, data, context, dist.destroy_process_group)

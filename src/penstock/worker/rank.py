@@ -44,7 +44,7 @@ from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.rehearsal import rehearse
 from penstock.worker.rejection import scratch
 from penstock.worker.sizes import fitted
-from penstock.worker.worker import Launched, Worker
+from penstock.worker.worker import Launched, Worker, compute_stream
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that configure torch's allocator."""
@@ -310,10 +310,12 @@ class Rank:
     @property
     def renews(self) -> bool:
         """Whether this rank may outlive others: the engine decides whether it is told to `leave` or to end."""
-        return self._options.restart == "ranks" and self._worker is not None and self._device.type == "cpu"
+        return self._options.restart == "ranks" and self._worker is not None
 
     def leave(self, rendezvous: str) -> str:
         """Keeps its weights and nothing else. At `load` it meets the others at the rendezvous, which is returned."""
+        if self._device.type == "cuda":
+            self._mesh.leave(compute_stream(self._device), self.worker.close)
         self._mesh.close()
         self.worker.close()
         self._worker = None

@@ -14,12 +14,12 @@ _RANK = textwrap.dedent("""
     import torch
     import torch.distributed as dist
     from penstock.parallel.axis import Place
-    from penstock.parallel.group import Group, Processes, joined
+    from penstock.parallel.group import Group, joined
 
     torch.set_num_threads(1)
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     joined(Place(rank, ranks, folder), torch.device("cpu"))
-    group = Processes(rank, ranks, dist.group.WORLD, torch.device("cpu"))
+    group = Group(rank, ranks, dist.group.WORLD, torch.device("cpu"))
     for dtype in (torch.float32, torch.bfloat16):
         everyones = torch.randn(ranks, 4 * ranks, 6, generator=torch.Generator().manual_seed(7)).to(dtype)
         total = everyones.float().sum(0) if ranks < 3 else sum(everyones.float().unbind())
@@ -30,10 +30,13 @@ _RANK = textwrap.dedent("""
                 wanted = total[first:last].to(dtype)
                 own = wanted.chunk(ranks)[rank] if share else wanted
                 assert torch.equal(wait(), own), (dtype, share)
-                assert torch.equal(Group.begin(group, everyones[rank, first:last].clone(), share)(), own)
         begun = [group.begin_gather(everyones[rank, at]) for at in range(3)]
         for at, wait in enumerate(begun):
             assert torch.equal(wait(), everyones[:, at].flatten(0, 1))
+        # Long enough that each rank adds up a share for all, if it can be divided.
+        for count in (500_000 * ranks, 500_000 * ranks + 1):
+            parts = torch.randn(ranks, count, generator=torch.Generator().manual_seed(8)).to(dtype)
+            assert torch.equal(group.reduce(parts[rank].clone()), sum(parts.float().unbind()).to(dtype))
     dist.destroy_process_group()
     print("equal")
 """)

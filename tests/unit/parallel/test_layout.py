@@ -12,7 +12,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.core.errors import ConfigError
 from penstock.engine import layout
-from penstock.parallel.layout import Model, chosen
+from penstock.parallel.layout import Model, chosen, shares_from, sum_seconds
 
 GIB = 1 << 30
 
@@ -40,6 +40,14 @@ def sizes(model: Model, gpus: list[int], link: str = "NVLink") -> tuple[int, ...
     asked = tuple(found.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline", "context", "data"))
     assert math.prod(asked) == max(1, len(gpus)), "no GPU is idle"
     return asked
+
+
+def test_shares_of_a_sum_pay_sooner_for_more_ranks_and_never_for_two() -> None:
+    assert shares_from(2) == math.inf and shares_from(4) == pytest.approx(480e3)
+    for ranks in range(3, 9):
+        border = shares_from(ranks)
+        assert border < shares_from(ranks - 1)
+        assert sum_seconds(border, ranks) == pytest.approx(sum_seconds(border - 1, ranks), rel=1e-5), "equal at the border"
 
 
 LARGE = Model(140 * GIB, 64, 8, 80, 8192, 4 * 80 * 8 * 128)
