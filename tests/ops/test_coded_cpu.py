@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.ops import bits, native
 from penstock.ops.coded_cpu import NAMES
 from penstock.ops.registry import Implementation
 from penstock.quant.fp8 import FP8
@@ -118,7 +119,7 @@ def test_instruction_sets_agree() -> None:
             except pytest.skip.Exception:
                 continue
             weight, _, _ = packed(linear, scheme, 50, 512, torch.float32)
-            found.setdefault(str(scheme), []).append(linear.apply(random(5, 512, seed=2), weight))
+            found.setdefault(str(scheme), []).append(linear.apply(random(70, 512, seed=2), weight))
     for each in found.values():
         assert all(torch.equal(one, each[0]) for one in each)
 
@@ -149,3 +150,17 @@ def test_fp8(implementation: Implementation, scheme: FP8) -> None:
         assert linear.apply(x[:0], weight).shape == (0, n)
     with pytest.raises(IndexError):
         linear.gather(torch.tensor([n]), weight)
+
+
+@pytest.mark.parametrize("implementation", every("linear.q4_0"))
+def test_the_words_of_awq(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned by the library, and by torch where there is none or tiles do not fit."""
+    lib = usable(implementation, torch.float32)._owner.lib
+    for k, wide in ((128, 16), (384, 48), (2, 5), (128, 8)):
+        words = torch.randint(-(1 << 31), 1 << 31, (k, wide), generator=torch.Generator().manual_seed(k)).to(torch.int32)
+        each = []
+        for one in (lib, None):
+            monkeypatch.setattr(native, "loaded", lambda one=one: one)
+            each.append(bits.turned(words))
+        codes = torch.stack([words >> 4 * place & 15 for place in (0, 4, 1, 5, 2, 6, 3, 7)], -1).flatten(1).t().to(torch.uint8)
+        assert torch.equal(each[0], each[1]) and torch.equal(bits.unpack(each[0], 4), codes)

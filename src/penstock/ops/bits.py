@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import torch
 
+from penstock.ops import native
+
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """E2M1 by code (OCP Microscaling Formats 1.0, table 5)."""
 
@@ -31,6 +33,25 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     whole = (groups << (8 * _range(bits, packed.device))).sum(-1)
     found: torch.Tensor = (whole[..., None] >> (bits * _range(8, packed.device)) & (1 << bits) - 1).to(torch.uint8).flatten(-2)
     return found
+
+
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of eight neighbours in AWQ's words, the place of 4 bits that holds each."""
+
+
+def turned(words: torch.Tensor) -> torch.Tensor:
+    """AWQ's words, int32 [k, n / 8] with codes of eight rows each, as codes of rows uint8 [n, k / 2], as `pack` has them."""
+    (k, wide), lib = words.shape, native.loaded() if words.device.type == "cpu" else None
+    if lib is not None and k % 128 == wide % 16 == 0:
+        out, words = torch.empty(8 * wide, k // 2, dtype=torch.uint8), words.contiguous()
+        lib.penstock_coded_turn(words.data_ptr(), k, wide, out.data_ptr())
+        return out
+    pairs = words.t().contiguous().view(torch.int64)
+    found = torch.empty(wide, 8, k // 2, dtype=torch.uint8, device=words.device)
+    for i, place in enumerate(_PLACES):
+        both = pairs >> 4 * place & 0x0000000F_0000000F
+        found[:, i] = both | both >> 28
+    return found.flatten(0, 1)
 
 
 def _range(count: int, device: torch.device) -> torch.Tensor:

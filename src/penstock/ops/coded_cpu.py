@@ -27,7 +27,7 @@ _F32, _F32S, _F16, _F16S, _K45, _K6, _FP8 = range(7)
 _PANEL = 16
 _BLOCK = 32
 Lie = tuple[int, int, int]
-"""Of codes in rows: bytes of a block of 32 columns (of q4_k 256), where its codes begin, and csrc/coded.cpp's form."""
+"""Of codes in rows: bytes of a block of 32 columns (of k-quants 256), where its codes begin, and csrc/coded.cpp's form."""
 _SINGLE, _PAIRS = (32, 0, 0), (16, 0, 1)
 _CALL = struct.Struct("16q")
 _FP8_CODE, _FP8_PANEL = 3, 32
@@ -193,16 +193,13 @@ def _row(scale: torch.Tensor, k: int) -> dict[str, Any]:
 
 def _gguf(name: str, data: torch.Tensor) -> tuple[torch.Tensor, Lie, int, dict[str, Any]]:
     """The same of GGUF's blocks."""
-    (heads, small), (begin, nbytes) = gguf_codes.numbers(name, data), gguf_codes.BYTES[name]
-    direct = name in gguf_codes.FORMS
-    lie = (nbytes, nbytes - 128 if name == "q4_k" else begin, gguf_codes.FORMS[name]) if direct else _SINGLE
-    codes = data if direct else gguf_codes.codes(name, data)
+    (heads, small), lie = gguf_codes.numbers(name, data), (gguf_codes.BYTES[name][1], *gguf_codes.FORMS[name])
     bits = {"q8_0": 8, "q5_k": 6, "q6_k": 6}.get(name, 4)
     offset = gguf_codes.MIDDLES.get(name, 0)
     if small is None:
-        return codes, lie, bits, {"kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*heads.unbind(-1)), "group": 1,
+        return data, lie, bits, {"kind": _F16S if name == "q4_1" else _F16, "scales": _lines(*heads.unbind(-1)), "group": 1,
                                   "offset": offset}
-    return codes, lie, bits, {"kind": _K6 if name == "q6_k" else _K45, "scales": _bytes(heads.view(torch.uint8), small),
+    return data, lie, bits, {"kind": _K6 if name == "q6_k" else _K45, "scales": _bytes(heads.view(torch.uint8), small),
                               "group": 8, "offset": offset}
 
 

@@ -7,8 +7,8 @@ import torch
 NAMES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
 BYTES = {"q8_0": (2, 34), "q4_0": (2, 18), "q4_1": (4, 20), "q4_k": (4, 144), "q5_k": (4, 176), "q6_k": (2, 210)}
 """Of a block's float16 numbers, and of a block."""
-FORMS = {"q8_0": 0, "q4_0": 2, "q4_1": 2, "q4_k": 3}
-"""Of types whose codes are packed on CPUs as they lie in their blocks: how they lie there (csrc/coded.cpp)."""
+FORMS = {"q8_0": (2, 0), "q4_0": (2, 2), "q4_1": (4, 2), "q4_k": (16, 3), "q5_k": (48, 4), "q6_k": (0, 5)}
+"""Where codes begin in a block, and how they lie there (csrc/coded.cpp)."""
 MIDDLES = {"q4_0": 8, "q6_k": 32}
 """Codes that stand for 0, where 0 does not."""
 

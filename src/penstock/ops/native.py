@@ -41,9 +41,12 @@ class InstructionSet:
     rank: int
 
 
+_AVX512 = InstructionSet(
+    "avx512", frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c")),
+    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"), 30)
 INSTRUCTION_SETS = (
-    InstructionSet("avx512", frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c")),
-                   ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"), 30),
+    InstructionSet("amx", _AVX512.needs | {"amx_tile", "amx_int8"}, (*_AVX512.options, "-mamx-tile", "-mamx-int8"), 40),
+    _AVX512,
     InstructionSet("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), 20),
     InstructionSet("portable", frozenset(), (), 10),
 )
@@ -59,7 +62,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_set_threads": (None, "i"), "penstock_threads": (ctypes.c_int64, ""),
         "penstock_packed_size": (ctypes.c_int64, "iii"), "penstock_pack": (None, "ppiiiii"),
         "penstock_linear": (None, "pipppiiiii"), "penstock_coded_pack": (ctypes.c_int64, "piiiiiiip"),
-        "penstock_coded": (None, "b"), "penstock_gather": (ctypes.c_int64, "pipiipi"),
+        "penstock_coded": (None, "b"), "penstock_coded_turn": (None, "piip"), "penstock_gather": (ctypes.c_int64, "pipiipi"),
         "penstock_rms_norm": (None, "pppiiiiiddii"), "penstock_add_rms_norm": (None, "ppppiiiiddii"),
         "penstock_layer_norm": (None, "ppppiiidii"), "penstock_rope_write": (None, "bddi"),
         "penstock_cache_write": (None, "bi"), "penstock_activation": (None, "pipiiiii"),
@@ -88,6 +91,11 @@ def library(name: str) -> ctypes.CDLL:
     if isinstance(found, BuildError):
         raise found
     return found
+
+
+def loaded() -> ctypes.CDLL | None:
+    """A library that serves this process already, if one does."""
+    return next((found for found in _loaded.values() if isinstance(found, ctypes.CDLL)), None)
 
 
 def set_threads(count: int) -> None:

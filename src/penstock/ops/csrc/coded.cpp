@@ -7,6 +7,11 @@
 //    6 bits  the low 4 as above, then the high 2: [2 fours of quads][PANEL][4], the first quad's in the lowest bits
 // Scales are in a separate array, by panels: see Scales. The sum over a block is exact in int32; blocks are added in float32
 // in the order of k, so that the bits of an output depend on its row and column alone.
+#if defined(__AMX_INT8__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 
 #include "coded.h"
@@ -220,6 +225,80 @@ Tile find(int64_t bits, int64_t kind, int rows) {
     return nullptr;
 }
 
+#if defined(__AMX_INT8__)
+// Many rows by tiles of bytes (AMX): 16 rows of x and a panel, expanded to a byte a code, give the sums of a block. Everything
+// behind the sums is as in `tile`, so that the bits are equal. Sums of half blocks (Q6_K) would take two tiles each: slower.
+constexpr int64_t HEIGHT = 16, FEWEST = 64;
+thread_local const uint8_t* expanded;  // the codes of this thread's panel
+
+// Whether the system lets this process use tiles (Linux, Documentation/arch/x86/xstate.rst).
+bool allowed(int64_t kind) {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+    static const bool found = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+    return found && kind != KIND_K6;
+}
+
+// Begins a panel: its codes, a byte each. A thread's tiles are 0 sums [16 rows][PANEL] int32, 1 codes of x [16][32], 2 those of
+// the panel [8 quads][PANEL][4], 3 as many times -offset, by which the sums begin. Other libraries configure tiles too, so it is
+// done for each panel.
+template <int BITS>
+void widen(const Matrix& m, int64_t panel, int64_t blocks) {
+    alignas(64) uint8_t config[64] = {1}, less[QUADS * 64];
+    const uint8_t bytes[] = {64, BLOCK, 64, 64}, heights[] = {HEIGHT, HEIGHT, QUADS, QUADS};
+    for (int i = 0; i < 4; i++) config[16 + 2 * i] = bytes[i], config[48 + i] = heights[i];
+    memset(less, (int)-m.offset, sizeof less);
+    const uint8_t* codes = m.codes + panel * blocks * block_bytes<BITS>;
+    uint8_t* wide = BITS == 8 ? (uint8_t*)codes : (uint8_t*)pool::scratch(1, blocks * block_bytes<8>);
+    for (int64_t b = 0; BITS < 8 && b < blocks; b++)
+        expand<BITS>(codes + b * block_bytes<BITS>, 0, (vi*)(wide + b * block_bytes<8>));
+    asm volatile("" : : "r"(config), "r"(less), "r"(wide) : "memory");  // GCC's tile instructions do not say what they read
+    _tile_loadconfig(config);
+    _tile_loadd(3, less, 64);
+    expanded = wide;
+}
+
+void begin(const Matrix& m, int64_t panel, int64_t blocks, int64_t bits) {
+    (bits == 8 ? widen<8> : bits == 4 ? widen<4> : widen<6>)(m, panel, blocks);
+}
+
+template <int64_t KIND>
+void high(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out) {
+    alignas(64) vi sums[HEIGHT];
+    const uint8_t* codes = expanded;
+    const uint8_t* scales = m.scales + panel * ((x.blocks + m.group - 1) / m.group) * scale_bytes(KIND);
+    vf total[HEIGHT] = {};
+    Scales<KIND> now;
+    for (int64_t b = 0, in_group = 0; b < x.blocks; b++, codes += block_bytes<8>) {
+        if (in_group == m.group) in_group = 0, scales += scale_bytes(KIND);
+        now.read(scales, in_group++, 0);
+        _tile_loadd(1, x.codes + row * x.k + b * BLOCK, x.k);
+        _tile_loadd(2, codes, 64);
+        _tile_zero(0);
+        _tile_dpbssd(0, 1, 3);
+        _tile_dpbsud(0, 1, 2);
+        _tile_stored(0, sums, 64);
+#pragma GCC unroll 16
+        for (int r = 0; r < HEIGHT; r++) {
+            const int64_t at = (row + r) * x.blocks + b;
+            total[r] = fma(as_floats(sums[r]) * set1(x.scales[at]), now.scale, total[r]);
+            if constexpr (Scales<KIND>::SHIFTS)
+                total[r] = fma(set1(x.scales[at] * (float)(x.sums[2 * at] + x.sums[2 * at + 1])), now.shift, total[r]);
+        }
+    }
+    for (int r = 0; r < HEIGHT; r++) store(out + r * PANEL, total[r]);
+}
+
+Tile highest(int64_t kind) {
+    constexpr Tile kinds[] = {high<KIND_F32>, high<KIND_F32S>, high<KIND_F16>, high<KIND_F16S>, high<KIND_K45>};
+    return kinds[kind];
+}
+#else
+constexpr int64_t HEIGHT = 0, FEWEST = 0;
+bool allowed(int64_t) { return false; }
+void begin(const Matrix&, int64_t, int64_t, int64_t) {}
+Tile highest(int64_t) { return nullptr; }
+#endif
+
 // x [rows, k] to int8. `fixed`: null, or the scale of all (fixed[0] > 0), or a scale for each row (fixed[0] == 0).
 template <class T>
 void round_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, const float* fixed, const Rows& out) {
@@ -267,17 +346,21 @@ void product(const T* x, int64_t ldx, const Matrix& m, int64_t bits, int64_t kin
     const int64_t padded = blocks * BLOCK, panel_bytes = panels ? padded * PANEL * bits / 8 : 1;
     for (int64_t at = 0; at < rows; at += PASS) {
         const int64_t count = std::min(PASS, rows - at);
-        char* memory = (char*)pool::scratch(0, count * (padded + blocks * 12) + 64);
+        char* memory = (char*)pool::scratch(0, count * (padded + blocks * 12) + HEIGHT * padded + 64);
         Rows packed{(int8_t*)(memory + count * blocks * 12), (float*)memory, (int32_t*)(memory + count * blocks * 4), padded, blocks};
         round_rows(x + at * ldx, ldx, count, m.k, fixed, packed);
-        const int64_t tiles = (count + TALLEST - 1) / TALLEST, height = count / tiles, taller = count % tiles;
+        const bool many = count >= FEWEST && allowed(kind);
+        const int64_t tiles = (count + TALLEST - 1) / TALLEST, taller = many ? count : count % tiles;
+        const int64_t height = many ? HEIGHT - 1 : count / tiles;
         const int64_t group = std::max<int64_t>(1, std::min(TASK / panel_bytes, panels / (4 * pool::threads())));
-        const Tile tall = find(bits, kind, (int)height + 1 > TALLEST ? TALLEST : (int)height + 1), low = find(bits, kind, (int)height);
+        const Tile tall = many ? highest(kind) : find(bits, kind, (int)std::min<int64_t>(TALLEST, height + 1));
+        const Tile low = many ? tall : find(bits, kind, (int)height);
         pool::parallel_if(count * m.n * m.k > 400000, (panels + group - 1) / group, [&](int64_t task) {
-            alignas(64) float sums[TALLEST * PANEL];
-            for (int64_t p = task * group; p < std::min(panels, (task + 1) * group); p++)
-                for (int64_t t = 0, row = 0; t < tiles; t++) {
-                    const int64_t here = height + (t < taller);
+            alignas(64) float sums[std::max<int64_t>(HEIGHT, TALLEST) * PANEL];
+            for (int64_t p = task * group; p < std::min(panels, (task + 1) * group); p++) {
+                if (many) begin(m, p, blocks, bits);
+                for (int64_t t = 0, row = 0, here; row < count; t++, row += here) {
+                    here = std::min(height + (t < taller), count - row);
                     (t < taller ? tall : low)(packed, row, m, p, sums);
                     for (int64_t r = 0; r < here; r++)
                         for (int i = 0; i < PANEL; i += VW) {
@@ -288,18 +371,19 @@ void product(const T* x, int64_t ldx, const Matrix& m, int64_t bits, int64_t kin
                             if (bias) y += load_upto(bias + column, left);
                             store_upto(out + (at + row + r) * m.n + column, y, left);
                         }
-                    row += here;
                 }
+            }
         });
     }
 }
 
 // The order of the 32 codes of a block of columns in a row: a byte each; as pairs, the first low; the first half low
-// and the second high, for a block, or for two blocks in a row of a superblock of 256.
-enum Form { BYTES, PAIRS, HALVES, CHUNKS };
+// and the second high, for a block, or for two blocks in a row of a superblock of 256; the same with a fifth bit in the 32 bytes
+// before; as Q6_K has them.
+enum Form { BYTES, PAIRS, HALVES, CHUNKS, FIVES, SIXES };
 struct Source {
     const uint8_t* rows;
-    int64_t row_bytes, block_bytes, offset, form;  // block_bytes: of 32 columns, of CHUNKS of 256
+    int64_t row_bytes, block_bytes, offset, form;  // block_bytes: of 32 columns, from CHUNKS on of 256
 };
 
 constexpr uint32_t LOW = 0x0F0F0F0F, HIGH_TWO = 0x03030303;
@@ -307,8 +391,21 @@ constexpr uint32_t LOW = 0x0F0F0F0F, HIGH_TWO = 0x03030303;
 // The codes of block b of a row, a byte each, zeros beyond column k.
 void read_block(const Source& s, int64_t row, int64_t b, int64_t k, uint32_t* word) {
     const int64_t left = std::min<int64_t>(BLOCK, k - b * BLOCK);
-    const uint8_t* at = s.rows + row * s.row_bytes + s.offset + (s.form == CHUNKS ? b / 8 : b) * s.block_bytes;
+    const uint8_t* at = s.rows + row * s.row_bytes + s.offset + (s.form >= CHUNKS ? b / 8 : b) * s.block_bytes;
     uint8_t bytes[BLOCK] = {};
+    if (s.form >= FIVES) {  // of six bits, the low 4 of a half's four blocks are in 64 bytes, the high 2 of both halves in 64 behind
+        const bool six = s.form == SIXES;
+        const int64_t half = b % 8 / 4;
+        memcpy(word, six ? at + half * 64 + b % 2 * BLOCK : at + b % 8 / 2 * BLOCK, BLOCK);
+        memcpy(bytes, six ? at + 128 + half * BLOCK : at - BLOCK, BLOCK);
+        for (int i = 0; i < 8; i++) {
+            uint32_t high;
+            memcpy(&high, bytes + 4 * i, 4);
+            high = six ? high >> b % 4 * 2 & 0x03030303 : high >> b % 8 & 0x01010101;
+            word[i] = (word[i] >> (six ? b % 4 / 2 : b % 2) * 4 & LOW) | high << 4;
+        }
+        return;
+    }
     if (s.form == BYTES) {
         memcpy(word, memcpy(bytes, at, left), BLOCK);
     } else if (s.form == PAIRS) {
@@ -347,6 +444,26 @@ EXPORT int64_t penstock_coded_pack(const uint8_t* rows, int64_t row_bytes, int64
             }
     });
     return bits == 8 ? BIAS : 0;
+}
+
+// Codes of 4 bits in AWQ's words, [k][wide], of which each has a column of eight rows, as rows [8 * wide] of pairs, the first low.
+// k is a multiple of 8 * VW, wide of VW.
+EXPORT void penstock_coded_turn(const uint32_t* words, int64_t k, int64_t wide, uint8_t* to) {
+    pool::parallel_if(k * wide > 8192, wide / VW, [&](int64_t tile) {
+        for (int64_t first = 0; first < k; first += 8 * VW) {
+            vu from[8 * VW], line[VW];
+            for (int c = 0; c < 8 * VW; c++) memcpy(&from[c], words + (first + c) * wide + tile * VW, sizeof(vu));
+            for (int i = 0; i < 8; i++) {
+                for (int q = 0; q < VW; q++) {
+                    line[q] = vu{};
+                    for (int c = 0; c < 8; c++) line[q] |= (from[8 * q + c] >> (4 * (i / 2 + i % 2 * 4)) & 15u) << 4 * c;
+                }
+                transpose(line);
+                for (int lane = 0; lane < VW; lane++)
+                    memcpy(to + ((tile * VW + lane) * 8 + i) * (k / 2) + first / 2, &line[lane], sizeof(vu));
+            }
+        }
+    });
 }
 
 EXPORT void penstock_coded(const CodedCall* call) {

@@ -8,24 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.bits import unpack
+from penstock.ops.bits import turned, unpack
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Grouped
 
 METHODS = ("awq",)
-
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight neighbours, the nibble that holds each."""
-
-
-def _transposed(words: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, n / 8] as packed codes [n, rows / 2], low half first; rows are an even number."""
-    pairs = words.t().contiguous().view(torch.int64)
-    found = torch.empty(len(pairs), 8, pairs.shape[1], dtype=torch.uint8, device=words.device)
-    for i, place in enumerate(_PLACES):
-        both = pairs >> 4 * place & 0x0000000F_0000000F
-        found[:, i] = both | both >> 28
-    return found.flatten(0, 1)
 
 
 def form(n: int, k: int, group: int, zeros: bool) -> Form:
@@ -33,9 +20,9 @@ def form(n: int, k: int, group: int, zeros: bool) -> Form:
     groups = -(-k // group) if group else 1
 
     def parts(raw: Tensors) -> dict[str, torch.Tensor]:
-        found = {"weight": _transposed(raw["qweight"]), "scale": raw["scales"].to(torch.float16).t().contiguous()}
+        found = {"weight": turned(raw["qweight"]), "scale": raw["scales"].to(torch.float16).t().contiguous()}
         words = F.pad(raw["qzeros"], (0, 0, 0, groups % 2)) if zeros else None
-        return found if words is None else {**found, "zero": unpack(_transposed(words), 4)[:, :groups].contiguous()}
+        return found if words is None else {**found, "zero": unpack(turned(words), 4)[:, :groups].contiguous()}
 
     return Form(Grouped(4, group, "uint8" if zeros else ""),
                 (Given("qweight", ("int32",), ((k, n // 8),)), Given("scales", FLOATS, ((groups, n),)),
