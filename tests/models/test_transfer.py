@@ -13,14 +13,15 @@ from penstock.checkpoint import read_config
 from penstock.core.errors import ModelError
 from penstock.models import describe, weights
 from penstock.models.mapped import Checkpoint
-from penstock.models.registry import family_of
+from penstock.models.registry import checkpoint_of, family_of
 from penstock.models.transfer import Bytes, opened
-from penstock.ops.linear import Weight
+from penstock.ops.linear import StoredWeight, Weight
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
 from tests.models.families import CASES, make
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ASSETS = Path(__file__).parent.parent / "assets" / "quantized"
 KINDS = list({case.kind: case for case in CASES}.values())
 
 
@@ -44,6 +45,29 @@ def test_the_same_on_either_way(case: object, tmp_path: Path, monkeypatch: pytes
         found = values(tmp_path, dtype, DEVICE)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("name", ["auto-awq", "auto-gptq", "bnb-nf4-nested", "ct-nvfp4"])
+def test_tensors_that_are_converted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other layouts are sent before their conversion asks for them, each once, and are the same."""
+    folder, sent = ASSETS / name, list[str]()
+    config = read_config(folder)
+
+    def parts(device: torch.device) -> dict[str, torch.Tensor]:
+        spec = describe(config)
+        found = weights.stream(spec, family_of(config)[1].RULES, checkpoint_of(folder, config, spec, "float32", device),
+                               dtype=torch.float32, device=device, progress=None,
+                               kernels=bind(detect("cpu"), torch.float32, {"*": "reference"}))
+        return {f"{name}.{suffix}": part.cpu() for name, value in found.items() if isinstance(value, StoredWeight)
+                for suffix, part in value.parts.items()}
+
+    wanted, send = parts(torch.device("cpu")), weights._Ahead._send
+    monkeypatch.setattr(weights, "_to_host", weights._to_device)
+    monkeypatch.setattr(weights, "_AHEAD", 20_000)
+    monkeypatch.setattr(weights._Ahead, "_send", lambda self, stored: (sent.append(stored.name), send(self, stored)))
+    found = parts(DEVICE)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[at], wanted[at]) for at in found)
+    assert len(sent) == len(set(sent)) > 7
 
 
 def test_progress_ends_at_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +46,14 @@ class Checkpoint:
             return torch.empty(stored.shape, dtype=dtype)
         flat = torch.frombuffer(self._maps[stored.file], dtype=dtype, count=math.prod(stored.shape), offset=stored.start)
         return flat.view(stored.shape)
+
+    def behind(self, _name: str) -> Iterable[Stored]:
+        """The files' tensors that `read` makes a tensor of, if it is not one of them itself."""
+        return ()
+
+    def take(self, stored: Stored) -> torch.Tensor:
+        """One of those, where tensors are made. A loader may replace it."""
+        return self.view(stored)
 
     def drop(self, name: str) -> None:
         """Releases the memory pages of a tensor that was read; they can be read from the file again."""

@@ -132,13 +132,12 @@ class Transfer:
                 os.close(file)
 
 
-class _Chunk:
-    def __init__(self, path: Path, there: Bytes, target: torch.Tensor, free: torch.cuda.Event | None, arrival: Arrival) -> None:
-        self.path = path
-        self.there = there
-        self.target = target
-        self.free = free
-        self.arrival = arrival
+class _Chunk(NamedTuple):
+    path: Path
+    there: Bytes
+    target: torch.Tensor
+    free: torch.cuda.Event | None
+    arrival: Arrival
 
 
 class _Buffer:

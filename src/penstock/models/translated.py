@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,13 +153,13 @@ class Translated(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         if name in self._adjusted:
-            return self._adjusted[name](self.view(self._raw[name]).to(self._device or "cpu"))
+            return self._adjusted[name](self.take(self._raw[name]).to(self._device or "cpu"))
         if name not in self._made:
             return super().read(name)
         owner, suffix = self._made[name]
         if self._cached[0] != owner:
             module = self._modules[owner]
-            raw = {given: self.view(stored).to(self._device or "cpu") for given, stored in module.raw.items()}
+            raw = {given: self.take(stored).to(self._device or "cpu") for given, stored in module.raw.items()}
             if module.change is not None and module.form.plain:
                 raw = {given: module.change(tensor, self._spec) for given, tensor in raw.items()}
             try:
@@ -170,6 +170,9 @@ class Translated(Checkpoint):
                 parts = {part: module.change(tensor, self._spec) for part, tensor in parts.items()}
             self._cached = owner, parts
         return self._cached[1][suffix]
+
+    def behind(self, name: str) -> Iterable[Stored]:
+        return (self._raw[name],) if name in self._adjusted else self._modules[self._made[name][0]].raw.values()
 
     def drop(self, name: str) -> None:
         if name not in self._made:

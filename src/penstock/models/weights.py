@@ -27,7 +27,7 @@ from penstock.models.away import Away
 from penstock.models.mapped import Checkpoint, stored_dtype
 from penstock.models.rules import Change, Rule
 from penstock.models.shares import Cut, Shares, Source, stored
-from penstock.models.transfer import Arrival, Bytes, opened
+from penstock.models.transfer import Arrival, Bytes, Transfer, opened
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import ALONE, Place
@@ -240,6 +240,33 @@ def _put(target: torch.Tensor, found: torch.Tensor, source: Source, seen: set[st
 
 _WAITING = 2 << 30
 """The most bytes on a device that still have to be converted or rearranged."""
+_AHEAD = 512 << 20
+"""Bytes that are sent to a device before a conversion asks for them."""
+
+
+class _Ahead:
+    """The files' tensors that conversions on a device take, sent before they are asked for."""
+
+    def __init__(self, transfer: Transfer, device: torch.device, coming: dict[str, Stored]) -> None:
+        """`coming`: by name, in the order in which they will be asked for."""
+        self._transfer, self._device, self._coming = transfer, device, coming
+        self._sent: dict[str, tuple[torch.Tensor, Arrival]] = {}
+        self._under_way = 0
+
+    def _send(self, stored: Stored) -> None:
+        raw = torch.empty(stored.shape, dtype=stored_dtype(stored.dtype), device=self._device)
+        self._sent[stored.name] = raw, self._transfer.send(stored.file, Bytes.of(stored.start, raw), raw)
+        self._under_way += raw.nbytes
+
+    def take(self, stored: Stored) -> torch.Tensor:
+        if stored.name not in self._sent:
+            self._send(self._coming.pop(stored.name, stored))
+        while self._coming and self._under_way < _AHEAD:
+            self._send(self._coming.pop(next(iter(self._coming))))
+        raw, arrival = self._sent.pop(stored.name)
+        arrival.wait()
+        self._under_way -= raw.nbytes
+        return raw
 
 
 def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Checkpoint, dtype: torch.dtype,
@@ -262,6 +289,10 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
         progress.add(checkpoint.tensors[source.name])
 
     with opened(device) as transfer, checkpoint.mapped():
+        checkpoint.take = _Ahead(transfer, device, {  # type: ignore[method-assign]
+            stored.name: stored for parameter, _ in _order(shares.spec) for source in sources[parameter.name]
+            if checkpoint.tensors[source.name].made and any(shares.cuts(parameter, source))
+            for stored in checkpoint.behind(source.name)}).take
         for parameter, _ in _order(shares.spec):
             mine = wholes[parameter.name] = {suffix: _room(shape, kind, device, parameter) for suffix, (shape, kind)
                                              in _wholes(shares, parameter, sources, dtype).items()}

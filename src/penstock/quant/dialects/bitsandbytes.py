@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.ops.bits import pack, unpack
+from penstock.ops.bits import unpack
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Int8
 from penstock.quant.normal import TABLES, Table4
@@ -33,11 +33,12 @@ def _four(n: int, k: int, kind: str, nested: bool) -> Form:
             scales = raw["weight.nested_absmax"].repeat_interleave(int(said["nested_blocksize"]))[:blocks]
             absmax = raw["weight.nested_quant_map"][absmax.long()] * scales + said["nested_offset"]
         # Of two codes in a byte the first is in the high bits.
-        codes = unpack(raw["weight"].view(torch.uint8).flatten(), 4).view(-1, 2).flip(-1).flatten()
+        codes = raw["weight"].view(torch.uint8).flatten()
+        codes = codes << 4 | codes >> 4
         if k % _BLOCK == 0:
-            return {"weight": pack(codes.view(n, k), 4), "absmax": absmax.float().view(n, k // _BLOCK)}
+            return {"weight": codes.view(n, k // 2), "absmax": absmax.float().view(n, k // _BLOCK)}
         # Blocks that reach over the ends of rows: decoded as it is loaded.
-        values = torch.tensor(TABLES[kind], device=codes.device)[codes.long()]
+        values = torch.tensor(TABLES[kind], device=codes.device)[unpack(codes, 4).long()]
         return {"weight": (values * absmax.float().repeat_interleave(_BLOCK)[:n * k]).view(n, k)}
 
     return Form(Table4(kind, _BLOCK) if k % _BLOCK == 0 else PLAIN, (
