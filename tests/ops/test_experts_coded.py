@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from penstock.core.device import DeviceFacts
 from penstock.models import describe
 from penstock.ops import experts_coded
-from penstock.ops.coded_triton import quantized
+from penstock.ops.coded_triton import decoded, quantized
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_coded import CodedStack
 from penstock.ops.experts_triton import Plan, Tile, TritonExperts, choose_coded, launch
@@ -122,7 +122,7 @@ def test_packing_in_runs() -> None:
             patch.setattr(experts_coded, "_AT_ONCE", 1)
             runs = stored(scheme, matrices, torch.float16)[0].coded
         ids = torch.arange(6 * 192, device=DEVICE)
-        assert torch.equal(whole.rows(ids), runs.rows(ids))
+        assert torch.equal(decoded(whole, torch.float16, ids), decoded(runs, torch.float16, ids))
         assert torch.equal(whole.data.view(torch.int8), runs.data.view(torch.int8))
 
 
@@ -132,7 +132,7 @@ def test_a_matrix_can_be_moved() -> None:
         for part, now in zip(stack.matrix(3), [part.clone() for part in stack.matrix(1)], strict=True):
             part.copy_(now)
         rows = torch.arange(3 * 128, 4 * 128, device=DEVICE)
-        torch.testing.assert_close(stack.coded.rows(rows).float(), matrices[1], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(decoded(stack.coded, torch.float32, rows), matrices[1], rtol=2e-3, atol=2e-3)
 
 
 def test_every_number_of_tokens_has_tiles_that_fit_together() -> None:

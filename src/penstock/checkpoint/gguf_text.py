@@ -54,8 +54,7 @@ models' own tokenizers, as llama.cpp names them."""
 _WHOLE_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
                           "glm4", "glm5", "jina-v5-nano"})
 """Tokenizers that take a whole word that is a token before they merge."""
-_BOS_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-                        "jina-v5-nano", "tekken"})
+_BOS_NAMES = _WHOLE_NAMES - {"glm4", "glm5"}
 """Tokenizers that prepend bos unless the file says otherwise."""
 
 _LAST = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",

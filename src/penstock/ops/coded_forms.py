@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops import gguf_codes, gpu
-from penstock.ops.bits import FP4, unpack, with_bytes
+from penstock.ops.bits import unpack, with_bytes
 from penstock.ops.linear import Weight
 
 FP8 = torch.float8_e4m3fn
@@ -68,37 +68,6 @@ class CodedWeight(Weight):
     @property
     def four(self) -> bool:
         return self.kind in ("int4", "e2m1", "table4")
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [T] of the matrix, in the model's type."""
-        groups = self.padded // self.unit * self.scales
-        numbers = self._numbers(ids).view(len(ids), groups, self.unit // self.scales)
-        if self.words is not None:
-            word = self.words.index_select(1, ids).T.contiguous()
-            pair = word.view(torch.float32 if self.form == "float" else self.scale).float()
-            if self.form in ("zeros", "shifts"):
-                first, second = pair.view(len(ids), groups, 2, 1).unbind(2)
-                numbers = (numbers - second) * first if self.form == "zeros" else numbers * first + second
-            else:
-                numbers = numbers * pair[:, :groups, None]
-        found = numbers.flatten(1)[:, :self.k]
-        if self.gains is not None:
-            found = found * self.gains.index_select(0, ids)[:, None]
-        if self.order is not None:
-            found = torch.empty_like(found).index_copy_(1, self.order, found)
-        return found.to(self.dtype)
-
-    def _numbers(self, ids: torch.Tensor) -> torch.Tensor:
-        if not self.four:
-            return self.data.view(torch.int8).index_select(0, ids).view(self.data.dtype).float()
-        # Unsigned 16-bit numbers cannot be indexed on a GPU.
-        panels = self.data.view(torch.int16).view(-1, self.padded // self.unit, 64, self.unit // 4)
-        codes = panels[ids // 64, :, ids % 64].to(torch.int32)
-        both = torch.cat([(codes >> shift) & 15 for shift in (0, 4, 8, 12)], -1)
-        if self.kind == "int4":
-            return both.float() - (8.0 if self.form not in ("zeros", "shifts") else 0.0)
-        table = torch.tensor(FP4, device=codes.device) if self.table is None else self.table
-        return table[both.long()]
 
 
 def attached(out: torch.Tensor, reader: Weight | None) -> tuple[Any, Any, Any, int, float]:

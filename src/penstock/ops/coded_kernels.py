@@ -473,11 +473,14 @@ def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.con
 
 
 @triton.jit
-def decode(codes, words, gains, table, out, n, k, padded, spread, unit: tl.constexpr, kind: tl.constexpr, form: tl.constexpr,
-           half: tl.constexpr, scales: tl.constexpr, four: tl.constexpr):
-    """out [n, k] = the matrix's numbers, rounded once. A program takes the columns of one scale, 64 rows of them."""
+def decode(codes, words, gains, table, ids, out, n, k, padded, spread, unit: tl.constexpr, kind: tl.constexpr,
+           form: tl.constexpr, half: tl.constexpr, scales: tl.constexpr, four: tl.constexpr):
+    """out [n, k] = the matrix's numbers, or those of its rows `ids` [n], rounded once. A program takes the columns of one
+    scale, 64 rows of them."""
     rn, place, g = tl.program_id(0) * 64 + tl.arange(0, 64), tl.program_id(1) // scales, tl.program_id(1) % scales
     kept = tl.minimum(rn, n - 1)
+    if ids is not None:
+        kept = tl.load(ids + kept).to(tl.int32)
     size: tl.constexpr = unit // 4 if four else unit
     pieces: tl.constexpr = (4 if four else 1) // scales
     gain = tl.full((64,), 1.0, tl.float32)
@@ -502,7 +505,7 @@ def decode(codes, words, gains, table, out, n, k, padded, spread, unit: tl.const
             gain *= _lower(word, half)
     rk = tl.arange(0, size)
     if four:
-        at = codes + (rn // 64).to(tl.int64)[:, None] * (padded * 16) + (rn % 64 * size)[:, None] + place * 64 * size
+        at = codes + (kept // 64).to(tl.int64)[:, None] * (padded * 16) + (kept % 64 * size)[:, None] + place * 64 * size
     else:
         at = codes + kept.to(tl.int64)[:, None] * padded + place * unit
     code = tl.load(at + rk[None, :])

@@ -121,7 +121,7 @@ def launch_dots(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None,
     kernels.fixed_point[(-(-units // 4), rows)](x, codes, scales, rows, x.stride(0), weight.k, units, span=4, linked=linked,
                                                 num_warps=2, launch_pdl=linked)
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
-    groups, span, warps = (1, 32, 4) if gate is not None else (2, 16, 4 if units <= 64 else 16)
+    groups, span, warps = (1, 8, 4) if gate is not None else (2, 16, 8)
     span = min(span, gpu.covering(units))
     kernels.dots[(-(-n // (8 * groups)),)](
         codes, scales, weight.data.view(torch.int32), weight.words, weight.gains, bias, out, n, weight.padded, weight.spread,
@@ -180,15 +180,17 @@ def quantized(x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch
     return codes, scales
 
 
-def decoded(weight: CodedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix [n, k], stored columns in order, rounded to `dtype`."""
+def decoded(weight: CodedWeight, dtype: torch.dtype, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The matrix [n, k], or rows `ids` [T] of it, stored columns in order, rounded to `dtype`."""
     from penstock.ops import coded_kernels as kernels
 
-    out = torch.empty(weight.n, weight.k, dtype=dtype, device=weight.data.device)
-    kernels.decode[(-(-weight.n // 64), weight.padded // weight.unit * weight.scales)](
-        weight.data, weight.words, weight.gains, weight.table, out, weight.n, weight.k, weight.padded, weight.spread,
-        unit=weight.unit, kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, four=weight.four,
-        num_warps=4)
+    n = weight.n if ids is None else len(ids)
+    out = torch.empty(n, weight.k, dtype=dtype, device=weight.data.device)
+    if n:
+        kernels.decode[(-(-n // 64), weight.padded // weight.unit * weight.scales)](
+            weight.data, weight.words, weight.gains, weight.table, ids, out, n, weight.k, weight.padded, weight.spread,
+            unit=weight.unit, kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, four=weight.four,
+            num_warps=4)
     return out
 
 
@@ -250,7 +252,8 @@ class CodedTriton:
 
     @staticmethod
     def gather(ids: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
-        return weight.rows(ids.long())
+        found = decoded(weight, weight.dtype, ids.contiguous())
+        return found if weight.order is None else torch.empty_like(found).index_copy_(1, weight.order, found)
 
 
 def _across(gains: torch.Tensor | None) -> torch.Tensor:

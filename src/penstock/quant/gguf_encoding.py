@@ -2,6 +2,7 @@
 the range of each group, without ggml's search for better scales."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,48 +17,27 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
 
 
-def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    return codes[..., :16] & 15 | codes[..., 16:] << 4
+def _bytes(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """32 codes of 4 or 5 bits: the high bits of all, if there are five, then the nibbles."""
+    nibbles = codes[..., :16] & 15 | codes[..., 16:] << 4
+    high = (codes >> 4).unflatten(-1, (4, 8)).int() << torch.arange(8, dtype=torch.int32, device=codes.device)
+    return (nibbles,) if bits == 4 else (high.sum(-1).to(torch.uint8), nibbles)
 
 
-def _high_bits(codes: torch.Tensor) -> torch.Tensor:
-    bits = (codes >> 4).unflatten(-1, (4, 8)).int() << torch.arange(8, dtype=torch.int32, device=codes.device)
-    found: torch.Tensor = bits.sum(-1).to(torch.uint8)
-    return found
-
-
-def _symmetric(x: torch.Tensor, middle: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of largest magnitude becomes the lowest code."""
-    peak = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+def _symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Q4_0, Q5_0: the number of largest magnitude becomes the lowest code."""
+    middle, peak = 1 << bits - 1, x.gather(-1, x.abs().argmax(-1, keepdim=True))
     scale = peak / -middle
-    codes = torch.trunc(x * _inverse(scale) + (middle + 0.5)).clamp(0, 2 * middle - 1)
-    return scale, codes.to(torch.uint8)
+    codes = torch.trunc(x * _inverse(scale) + (middle + 0.5)).clamp(0, 2 * middle - 1).to(torch.uint8)
+    return torch.cat((_half_bytes(scale), *_bytes(codes, bits)), -1)
 
 
-def _affine(x: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    low = x.amin(-1, keepdim=True)
+def _affine(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Q4_1, Q5_1: the codes span the least to the largest number."""
+    low, steps = x.amin(-1, keepdim=True), (1 << bits) - 1
     scale = (x.amax(-1, keepdim=True) - low) / steps
-    return scale, low, torch.trunc((x - low) * _inverse(scale) + 0.5).clamp(0, steps).to(torch.uint8)
-
-
-def _q4_0(x: torch.Tensor) -> torch.Tensor:
-    scale, codes = _symmetric(x, 8)
-    return torch.cat((_half_bytes(scale), _nibbles(codes)), -1)
-
-
-def _q5_0(x: torch.Tensor) -> torch.Tensor:
-    scale, codes = _symmetric(x, 16)
-    return torch.cat((_half_bytes(scale), _high_bits(codes), _nibbles(codes)), -1)
-
-
-def _q4_1(x: torch.Tensor) -> torch.Tensor:
-    scale, low, codes = _affine(x, 15)
-    return torch.cat((_half_bytes(scale), _half_bytes(low), _nibbles(codes)), -1)
-
-
-def _q5_1(x: torch.Tensor) -> torch.Tensor:
-    scale, low, codes = _affine(x, 31)
-    return torch.cat((_half_bytes(scale), _half_bytes(low), _high_bits(codes), _nibbles(codes)), -1)
+    codes = torch.trunc((x - low) * _inverse(scale) + 0.5).clamp(0, steps).to(torch.uint8)
+    return torch.cat((_half_bytes(scale), _half_bytes(low), *_bytes(codes, bits)), -1)
 
 
 def _q8_0(x: torch.Tensor) -> torch.Tensor:
@@ -99,9 +79,9 @@ def _q6_k(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((low.flatten(-3), high.flatten(-2), scales, head.view(torch.uint8)), -1)
 
 
-ENCODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
-                                                               "q8_0": _q8_0,
-                                                               "q4_k": _q4_k, "q6_k": _q6_k}
+ENCODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "q4_0": partial(_symmetric, bits=4), "q4_1": partial(_affine, bits=4), "q5_0": partial(_symmetric, bits=5),
+    "q5_1": partial(_affine, bits=5), "q8_0": _q8_0, "q4_k": _q4_k, "q6_k": _q6_k}
 
 
 def encode(kind: str, blocks: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@ not quantized: products of FP4 with FP4 need the units of Blackwell."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,42 +15,37 @@ _MX = 32
 
 
 @dataclass(frozen=True)
-class MXFP4(Weights):
-    """E2M1 codes, low bits first, with a power of two (E8M0) for each 32."""
+class MX(Weights):
+    """E2M1 codes (4 bits), low bits first, or float8_e4m3fn codes (8), with a power of two (E8M0) for each 32."""
 
-    name = "mxfp4"
+    bits: int
+
     grain = (1, _MX)
 
+    @property
+    def name(self) -> str:
+        return f"mxfp{self.bits}"
+
     def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
-        return Part("weight", (n, k // 2), "uint8"), Part("scale", (n, -(-k // _MX)), "uint8")
+        codes = Part("weight", (n, k * self.bits // 8), "uint8" if self.bits == 4 else "float8_e4m3fn")
+        return codes, Part("scale", (n, -(-k // _MX)), "uint8")
 
     def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = _exponents(matrix, 2)
+        scale = _exponents(matrix, 2 if self.bits == 4 else 8)
         x = matrix.float() / spread(power_of_two(scale), _MX, matrix.shape[-1])
-        return {"weight": pack(nearest(x, FP4), 4), "scale": scale}
+        codes = pack(nearest(x, FP4), 4) if self.bits == 4 else x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        return {"weight": codes, "scale": scale}
 
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        values = table(FP4, parts["weight"].device)[unpack(parts["weight"], 4).long()]
+        values = _fp4(parts["weight"]) if self.bits == 4 else parts["weight"].float()
         return (values * spread(power_of_two(parts["scale"]), _MX, values.shape[-1])).to(dtype)
 
 
-@dataclass(frozen=True)
-class MXFP8(Weights):
-    """float8_e4m3fn codes with a power of two (E8M0) for each 32."""
+MXFP4, MXFP8 = partial(MX, 4), partial(MX, 8)
 
-    name = "mxfp8"
-    grain = (1, _MX)
 
-    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
-        return Part("weight", (n, k), "float8_e4m3fn"), Part("scale", (n, -(-k // _MX)), "uint8")
-
-    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = _exponents(matrix, 8)
-        x = matrix.float() / spread(power_of_two(scale), _MX, matrix.shape[-1])
-        return {"weight": x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), "scale": scale}
-
-    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        return (parts["weight"].float() * spread(power_of_two(parts["scale"]), _MX, parts["weight"].shape[-1])).to(dtype)
+def _fp4(packed: torch.Tensor) -> torch.Tensor:
+    return table(FP4, packed.device)[unpack(packed, 4).long()]
 
 
 def _exponents(matrix: torch.Tensor, largest: int) -> torch.Tensor:
@@ -81,7 +77,7 @@ class NVFP4(Weights):
         return {"weight": pack(codes, 4), "scale": scale, "global_scale": whole.expand(matrix.shape[-2]).contiguous()}
 
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        values = table(FP4, parts["weight"].device)[unpack(parts["weight"], 4).long()]
+        values = _fp4(parts["weight"])
         whole = parts["global_scale"][..., None]
         scale = parts["scale"].float() / whole if self.divides else parts["scale"].float() * whole
         return (values * spread(scale, 16, values.shape[-1])).to(dtype)

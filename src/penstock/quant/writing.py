@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.ops.bits import pack
 from penstock.quant.fp8 import FP8
 from penstock.quant.integer import Grouped, Int8
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
+from penstock.quant.microscaling import MX, NVFP4
 from penstock.quant.scheme import Scheme
 
 Parts = Mapping[str, torch.Tensor]
@@ -22,7 +22,7 @@ def writable(scheme: Scheme, dtype: str) -> Scheme:
     """The scheme as it is written for a model of `dtype`. ConfigError for one that the format does not have."""
     if isinstance(scheme, Grouped) and scheme.bits in (4, 8) and not scheme.ordered:
         return dataclasses.replace(scheme, scales=dtype)
-    if isinstance(scheme, FP8 | Int8 | MXFP4 | MXFP8 | NVFP4):
+    if isinstance(scheme, FP8 | Int8 | MX | NVFP4):
         return scheme
     raise ConfigError(f"compressed-tensors has no {scheme.name}; possible are fp8, fp8_block, fp8_weights, int8, int8_weights, "
                       "int4, int4_zeros, mxfp4, mxfp8 and nvfp4")
@@ -37,8 +37,8 @@ def tensors(scheme: Scheme, parts: Parts, dtype: torch.dtype, k: int) -> dict[st
     if isinstance(scheme, NVFP4):
         return {"weight_packed": weight, "weight_scale": parts["scale"],
                 "weight_global_scale": parts["global_scale"][:1].clone()}
-    if isinstance(scheme, MXFP4 | MXFP8):
-        return {"weight_packed" if isinstance(scheme, MXFP4) else "weight": weight, "weight_scale": parts["scale"]}
+    if isinstance(scheme, MX):
+        return {"weight_packed" if scheme.bits == 4 else "weight": weight, "weight_scale": parts["scale"]}
     assert isinstance(scheme, Grouped), scheme
     found = {"weight_packed": _words(weight), "weight_scale": parts["scale"].to(dtype),
              "weight_shape": torch.tensor([weight.shape[0], k])}
@@ -91,7 +91,8 @@ def _described(scheme: Scheme) -> tuple[str, dict[str, Any], dict[str, Any] | No
     if isinstance(scheme, NVFP4):
         weights |= {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
         return "nvfp4-pack-quantized", weights, None
-    bits = 4 if isinstance(scheme, MXFP4) else 8
+    assert isinstance(scheme, MX), scheme
+    bits = scheme.bits
     weights |= {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     return f"mxfp{bits}-{'pack-' if bits == 4 else ''}quantized", weights, None
 

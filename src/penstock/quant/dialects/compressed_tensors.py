@@ -78,16 +78,16 @@ def _integers(n: int, k: int, strategy: str, group: int, activation: Activation,
         lambda raw: {"weight": (raw["weight"].int() + 128).to(torch.uint8), "scale": raw["weight_scale"].contiguous()})
 
 
-def _nvfp4(n: int, k: int) -> Form:
-    return Form(NVFP4(divides=True), (
-        Given("weight_packed", ("uint8",), ((n, k // 2),)), Given("weight_scale", ("float8_e4m3fn",), ((n, k // 16),)),
-        whole("weight_global_scale", 1), whole("input_global_scale", 1, optional=True)),
-        lambda raw: {"global_scale": by_row(raw["weight_global_scale"], n)},
-        {"weight": "weight_packed", "scale": "weight_scale"})
+def nvfp4(n: int, k: int, packed: str, over: str, inputs: str, *, divides: bool) -> Form:
+    """Names of the codes, of the scale of the whole, which may divide, and of that of inputs, which is not used."""
+    return Form(NVFP4(divides), (
+        Given(packed, ("uint8",), ((n, k // 2),)), Given("weight_scale", ("float8_e4m3fn",), ((n, k // 16),)),
+        whole(over, 1), whole(inputs, 1, optional=True)),
+        lambda raw: {"global_scale": by_row(raw[over], n)}, {"weight": packed, "scale": "weight_scale"})
 
 
-def mxfp(n: int, k: int, bits: int) -> Form:
-    name = "weight_packed" if bits == 4 else "weight"
+def mxfp(n: int, k: int, bits: int, name: str) -> Form:
+    """`name`: of the codes."""
     given = Given(name, ("uint8",) if bits == 4 else ("float8_e4m3fn",), ((n, k * bits // 8),))
     return Form(MXFP4() if bits == 4 else MXFP8(), (given, Given("weight_scale", ("uint8", "float8_e8m0fnu"), ((n, k // 32),))),
                 lambda raw: {"scale": raw["weight_scale"].view(torch.uint8)}, {"weight": name})
@@ -133,9 +133,9 @@ class _CompressedTensors(Reader):
         if kind == "dense":
             return None
         if kind == "nvfp4-pack-quantized" or (floating and strategy == "tensor_group"):
-            return _nvfp4(n, k)
+            return nvfp4(n, k, "weight_packed", "weight_global_scale", "input_global_scale", divides=True)
         if floating and strategy == "group" and size == 32:
-            return mxfp(n, k, bits)
+            return mxfp(n, k, bits, "weight_packed" if bits == 4 else "weight")
         if floating and bits == 8:
             activation = _activation(group.get("input_activations"))
             if strategy == "block":

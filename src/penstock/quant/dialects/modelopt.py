@@ -4,22 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.errors import ModelError
-from penstock.quant.dialects.compressed_tensors import mxfp
+from penstock.quant.dialects.compressed_tensors import mxfp, nvfp4
 from penstock.quant.dialects.fp8 import by_blocks, by_rows
-from penstock.quant.form import Form, Given, Reader, by_row, named, outside_linears, setting, whole
-from penstock.quant.microscaling import NVFP4
+from penstock.quant.form import Form, Reader, named, outside_linears, setting
 
 METHODS = ("modelopt", "modelopt_fp4")
 
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
-
-
-def nvfp4(n: int, k: int) -> Form:
-    """The scale of the whole multiplies."""
-    return Form(NVFP4(), (
-        Given("weight", ("uint8",), ((n, k // 2),)), Given("weight_scale", ("float8_e4m3fn",), ((n, k // 16),)),
-        whole("weight_scale_2", 1), whole("input_scale", 1, optional=True)),
-        lambda raw: {"global_scale": by_row(raw["weight_scale_2"], n)}, {"weight": "weight", "scale": "weight_scale"})
 
 
 class _ModelOpt(Reader):
@@ -49,7 +40,9 @@ class _ModelOpt(Reader):
         block = 32 if algorithm == "MXFP8" else 16
         if k % block:
             raise ModelError(f"{module} has rows of {k} columns, which blocks of {block} of {algorithm} do not fill")
-        return mxfp(n, k, 8) if algorithm == "MXFP8" else nvfp4(n, k)
+        if algorithm == "MXFP8":
+            return mxfp(n, k, 8, "weight")
+        return nvfp4(n, k, "weight", "weight_scale_2", "input_scale", divides=False)
 
 
 def _algorithm(config: Mapping[str, Any], possible: tuple[str, ...]) -> str:

@@ -5,10 +5,9 @@ from typing import Any
 
 from penstock.core.errors import ModelError
 from penstock.quant.activations import Activation
-from penstock.quant.dialects.compressed_tensors import int8_rows
+from penstock.quant.dialects.compressed_tensors import int8_rows, mxfp
 from penstock.quant.dialects.fp8 import by_rows
-from penstock.quant.form import Form, Given, Reader, named, outside_linears, setting
-from penstock.quant.microscaling import MXFP4
+from penstock.quant.form import Form, Reader, named, outside_linears, setting
 
 METHODS = ("quark",)
 
@@ -44,9 +43,7 @@ class _Quark(Reader):
             setting(weight, "qscheme", ("per_group",))
             setting(weight, "group_size", (32,))
             setting(weight, "scale_format", ("e8m0",))
-            return Form(MXFP4(), (Given("weight", ("uint8",), ((n, k // 2),)),
-                                  Given("weight_scale", ("uint8",), ((n, k // 32),))),
-                        lambda _: {}, {"weight": "weight", "scale": "weight_scale"})
+            return mxfp(n, k, 4, "weight")
         setting(weight, "qscheme", ("per_tensor", "per_channel"))
         if kind == "fp8_e4m3":
             return by_rows(n, k, activation)
