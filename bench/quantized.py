@@ -1,8 +1,10 @@
 """The cost of quantization, for each scheme of weights and each codec of the cache: bytes, right answers, perplexities.
 
 usage: python bench/quantized.py [--only caches|weights] [--count 12] [--stories FOLDER ...] --text FILE [--draw FOLDER]
+                                 [--folders FOLDER ...]
 
-Canary is asked graded prompts of every skill, and scores a text; story models score another. Prints Markdown.
+Canary is asked graded prompts of every skill, and scores a text; story models score another. `--folders` are canary as other
+tools have quantized it, a row each. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ from penstock.quant.dialects.at_load import SCHEMES
 def measured(model: str, text: str, count: int, **options: Any) -> dict[str, Any]:
     """Bytes of weights and of a cached token, a text's perplexity, and right answers to `count` prompts a skill."""
     room = {} if count else {"max_model_len": 200}
-    with LLM(model, device="cpu", threads=1, kv_cache_memory_bytes=1 << 28, **room, **options) as llm:
+    with LLM(model, device="cpu", threads=1, **({"kv_cache_memory_bytes": 1 << 28} | room | options)) as llm:
         info = llm.info
         found: dict[str, Any] = {"weights": info.weight_bytes, "cache": info.kv_bytes / max(1, info.kv_tokens),
                                  "perplexity": perplexity(llm, text, 512 if count else 192)[0]}
-        if count:
+        for _ in range(2 if "cache_host_bytes" in options else 1 if count else 0):
             scores = [graded(items, answers(llm, items)) for items in (prompts(skill, count) for skill in SKILLS)]
             found |= {"right": sum(one.right for one in scores), "asked": sum(one.asked for one in scores)}
+        for tier in llm.stats().tiers if "cache_host_bytes" in options else ():
+            if tier.name == "host":
+                page = tier.bytes_in / max(1, tier.stored_pages)
+                found |= {"cache": page / info.page_size, "read back": tier.hit_tokens}
     gc.collect()
     return found
 
@@ -41,9 +47,12 @@ def measured(model: str, text: str, count: int, **options: Any) -> dict[str, Any
 def rows(kind: str) -> list[tuple[str, dict[str, Any]]]:
     """Names of the table's rows, and the options that each sets."""
     if kind == "caches":
+        # Pages that were evicted in 4 bits are read back when everything is asked a second time, which is what counts.
+        aged = {"kv_cache_dtype": "aged", "cache_host_bytes": 1 << 28, "cache_load": "always", "cache_write": "evict",
+                "max_num_seqs": 2, "max_model_len": 1024, "kv_cache_memory_bytes": 9 << 18}
         return [("plain", {}), *((f"{name}", {"kv_cache_dtype": name}) for name in CODECS),
                 *((f"{name}, first and last layer plain", {"kv_cache_dtype": name, "kv_cache_plain_layers": ["first", "last"]})
-                  for name in ("turbo4", "turbo3"))]
+                  for name in ("turbo4", "turbo3")), ("aged", aged)]
     return [("plain", {}), *((name, {"quantization": name}) for name in SCHEMES)]
 
 
@@ -56,16 +65,24 @@ def table(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"| {kind} | bytes | right | perplexity |" + "".join(f" {one.name} |" for one in stories), flush=True)
     print("|---|---|---|---|" + "---|" * len(stories), flush=True)
     found = []
-    for name, options in rows(kind):
+    more = [(folder.name, {"model": str(folder)}) for folder in args.folders] if kind == "weights" else []
+    for name, options in [*rows(kind), *more]:
         one: dict[str, Any] = {"name": name}
         try:
-            one |= measured("canary", text, args.count, **options)
+            one |= measured(**({"model": "canary", "text": text, "count": args.count} | options))
             right = f"{one['right']} of {one['asked']}" if "right" in one else ""
             shown = f"| `{name}` | {one[unit]:,.0f} | {right} | {one['perplexity']:,.1f} |"
         except PenstockError as error:
             print(f"{name}: {error}", file=sys.stderr)
             shown = f"| `{name}` | does not fit | | |"
-        for folder in stories:
+        if "read back" in one:
+            print(f"{name}: {one['read back']:,} tokens were read back", file=sys.stderr)
+        if "model" in options or name == "aged":
+            shown += " |" * len(stories)
+            stories_here: list[Path] = []
+        else:
+            stories_here = stories
+        for folder in stories_here:
             try:
                 one[folder.name] = measured(str(folder), "\n".join(tales), 0, **options)["perplexity"]
                 shown += f" {one[folder.name]:.3f} |"
@@ -100,6 +117,8 @@ def main() -> int:
     parser.add_argument("--text", type=Path, required=True, help="a text for canary's perplexity, 6,000 characters of it")
     parser.add_argument("--stories", nargs="*", default=[], metavar="FOLDER",
                         help="story models, with the stories that they told (greedy_golden.json), which they score")
+    parser.add_argument("--folders", type=Path, nargs="*", default=[], metavar="FOLDER",
+                        help="canary as other tools have quantized it")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="write quantized_KIND.svg there")
     args = parser.parse_args()
     for kind in args.only or ["caches", "weights"]:

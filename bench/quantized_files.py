@@ -1,10 +1,11 @@
 """GGUF files by llama.cpp's own quantizer: bytes, canary's right answers, and perplexities here and in llama.cpp.
 
-usage: quantized_files.py --text FILE [--types Q4_K_M,IQ4_XS] [--count 4] [--folder /tmp/penstock-types]
+usage: quantized_files.py --text FILE --calibrate FILE [--types Q4_K_M,IQ4_XS] [--count 4] [--folder /tmp/penstock-types]
 
 Needs llama-cpp-python. K-quants take rows of 256 columns, so canary is widened: its 192 channels become 256 and its 480 inner
 ones 512, the new ones zero, and norms are multiplied by the root of 192 / 256, which leaves the function as it was. IQ types
-below three bits want an importance matrix, which is not made here. Prints Markdown.
+below three bits need an importance matrix: the mean squares of each projection's inputs over the text to calibrate on, which
+only they get. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock import canary
+from penstock.checkpoint import gguf_writing
 from penstock.config.flags import integer
-from penstock.models import gguf_out
+from penstock.models import configured, describe, gguf_out
+from penstock.models.quantized import projections
 from penstock.text.tokenizer import Tokenizer
+from penstock.worker.calibration import Moments
 from quantized import measured
 
 TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17,
-         "Q6_K": 18, "IQ3_XXS": 23, "IQ4_NL": 25, "IQ3_S": 26, "IQ4_XS": 30, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37,
-         "MXFP4_MOE": 38}
+         "Q6_K": 18, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ3_XXS": 23, "IQ1_S": 24, "IQ4_NL": 25, "IQ3_S": 26, "IQ2_S": 28,
+         "IQ4_XS": 30, "IQ1_M": 31, "BF16": 32, "TQ1_0": 36, "TQ2_0": 37, "MXFP4_MOE": 38}
 """llama_ftype by name."""
 WINDOW = 512
 
@@ -57,10 +61,27 @@ def widened(out: Path) -> Path:
     return out
 
 
-def quantized(plain: Path, out: Path, kind: str) -> Path:
+def importance(folder: Path, text: str) -> Any:
+    """llama.cpp's importance matrix: for each projection, the mean squares of its inputs over windows of the text."""
+    config = configured(folder)
+    ids = Tokenizer.load(folder).encode(text, add_special_tokens=False)[:32 * WINDOW]
+    moments = Moments(folder, config, "bfloat16", "cpu", [ids[at:at + WINDOW] for at in range(0, len(ids), WINDOW)])
+    arch, found = gguf_writing.architecture(config)[1], list[lc.llama_model_imatrix_data]()
+    for module, path in projections(describe(config), config).items():
+        squares = moments.of(path) if path.startswith("blocks.") else None
+        if squares is not None:
+            mean = (squares.diagonal() / len(ids)).tolist()
+            found.append(lc.llama_model_imatrix_data(gguf_writing.name_of(arch, f"{module}.weight").encode(),
+                                                     (ctypes.c_float * len(mean))(*mean), len(mean)))
+    return (lc.llama_model_imatrix_data * (len(found) + 1))(*found)
+
+
+def quantized(plain: Path, out: Path, kind: str, matrix: Any) -> Path:
     if not out.exists():
         params = lc.llama_model_quantize_default_params()
         params.ftype, params.nthread, params.allow_requantize = TYPES[kind], 1, True
+        if kind.startswith(("IQ1", "IQ2")):
+            params.imatrix = matrix
         code = lc.llama_model_quantize(str(plain).encode(), str(out).encode(), ctypes.byref(params))
         assert code == 0, f"llama.cpp's quantizer ended with {code}"
     return out
@@ -85,6 +106,7 @@ def peer(path: Path, ids: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--calibrate", type=Path, required=True, help="another text, for the importance matrix")
     parser.add_argument("--types", default=",".join(TYPES))
     parser.add_argument("--count", type=integer, default=4, help="prompts of each skill (default: 4)")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/penstock-types"))
@@ -96,11 +118,11 @@ def main() -> None:
     if not plain.exists():
         # The writer wants something to quantize: one small matrix, with a scale for every 32 numbers.
         gguf_out.write(folder, plain, "q8_0", {"layers.0.self_attn.k_proj": "q8_0", "*": "plain"}, "bfloat16")
-    ids = Tokenizer.load(folder).encode(text, add_special_tokens=False)
+    ids, matrix = Tokenizer.load(folder).encode(text, add_special_tokens=False), importance(folder, args.calibrate.read_text())
     print("| type | bytes | right | perplexity | llama.cpp's |\n|---|---|---|---|---|", flush=True)
     for kind in args.types.split(","):
         try:
-            path = quantized(plain, args.folder / f"{kind}.gguf", kind)
+            path = quantized(plain, args.folder / f"{kind}.gguf", kind, matrix)
             found: dict[str, Any] = measured(str(path), text, args.count)
             print(f"| `{kind}` | {path.stat().st_size:,} | {found['right']} of {found['asked']} | {found['perplexity']:,.1f} | "
                   f"{peer(path, ids):,.1f} |", flush=True)

@@ -1,7 +1,7 @@
 """Makes tests/assets/quantized: one tiny Llama, quantized by the packages that people use. Not run by tests.
 
     pip install compressed-tensors bitsandbytes accelerate torchao hqq auto-round
-    python tests/assets/make_quantized.py OUT
+    python tests/assets/make_quantized.py OUT [canary]
 
 Beside each model, expected.json has the SHA-256 of every matrix as the package itself dequantizes it, and transformers' greedy
 tokens.
@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 CONFIG = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -168,29 +169,49 @@ def bitsandbytes(out: Path) -> None:
         expect(out / name, "bitsandbytes", matrices, plain)
 
 
-def hqq(out: Path) -> None:
+def by_hqq(made: Any, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """hqq's config, the tensors of all linear layers but the head, and the matrices that they stand for."""
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
+    config, tensors, matrices = BaseQuantizeConfig(**given), {}, {}
+    for at, part in made.named_modules():
+        if isinstance(part, torch.nn.Linear) and at != "lm_head":
+            # As transformers saves its layers, whose own quantizer asks for a GPU.
+            layer = HQQLinear(part, config, compute_dtype=torch.float32, device="cpu", initialize=True, del_orig=False)
+            matrices[f"{at}.weight"] = layer.dequantize().to(torch.bfloat16)
+            tensors |= {f"{at}.{key}": value.contiguous() for key, value in layer.state_dict().items()}
+    return {"quant_method": "hqq", "quant_config": config, "skip_modules": ["lm_head"]}, tensors, matrices
+
+
+def hqq(out: Path) -> None:
     kinds: dict[str, Any] = {"hqq-int4": {"nbits": 4, "group_size": 64, "axis": 1},
                              "hqq-int2": {"nbits": 2, "group_size": 32, "axis": 1},
                              "hqq-int3-columns": {"nbits": 3, "group_size": 64, "axis": 0}}
     for name, given in kinds.items():
-        made, config, tensors, matrices = model(), BaseQuantizeConfig(**given), {}, {}
-        for at, part in made.named_modules():
-            if isinstance(part, torch.nn.Linear) and at != "lm_head":
-                # As transformers saves its layers, whose own quantizer asks for a GPU.
-                layer = HQQLinear(part, config, compute_dtype=torch.float32, device="cpu", initialize=True, del_orig=False)
-                matrices[f"{at}.weight"] = layer.dequantize().to(torch.bfloat16)
-                tensors |= {f"{at}.{key}": value.contiguous() for key, value in layer.state_dict().items()}
-        plain = model()
+        made, plain = model(), model()
+        config, tensors, matrices = by_hqq(made, given)
         plain.load_state_dict({**plain.state_dict(), **matrices})
         made.save_pretrained(out / name)
         rest = {at: tensor for at, tensor in made.state_dict().items() if at not in matrices}
         save_file({**rest, **tensors}, out / name / "model.safetensors", {"format": "pt"})
-        said = json.loads((out / name / "config.json").read_text())
-        said["quantization_config"] = {"quant_method": "hqq", "quant_config": config, "skip_modules": ["lm_head"]}
+        said = json.loads((out / name / "config.json").read_text()) | {"quantization_config": config}
         (out / name / "config.json").write_text(json.dumps(said, indent=2) + "\n")
         expect(out / name, "hqq", matrices, plain)
+
+
+def canary(out: Path) -> None:
+    """canary by hqq, for bench/quantized.py --folders."""
+    from penstock.canary import model_folder
+
+    for bits, group in ((8, 64), (4, 64), (3, 64), (2, 32)):
+        folder = out / f"hqq-int{bits}g{group}"
+        shutil.copytree(model_folder(), folder)
+        made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        config, tensors, matrices = by_hqq(made, {"nbits": bits, "group_size": group, "axis": 1})
+        rest = {at: tensor for at, tensor in load_file(folder / "model.safetensors").items() if at not in matrices}
+        save_file({**rest, **tensors}, folder / "model.safetensors", {"format": "pt"})
+        said = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+        (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
 
 
 def auto_round(out: Path) -> None:
@@ -220,5 +241,5 @@ def auto_round(out: Path) -> None:
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (compressed, bitsandbytes, torchao, hqq, auto_round):
+    for make in (compressed, bitsandbytes, torchao, hqq, auto_round) if "canary" not in sys.argv else (canary,):
         make(OUT)

@@ -64,7 +64,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     if unusual:
         raise ConfigError(f"{unusual[0]} is not stored as a matrix [outputs, inputs], which compressed-tensors needs; quantize "
                           "this model while it is loaded, with --quantization")
-    paths = _paths(describe({name: value for name, value in given.items() if name != "quantization_config"}), given)
+    paths = projections(describe({name: value for name, value in given.items() if name != "quantization_config"}), given)
     out.mkdir(parents=True, exist_ok=True)
     files = _Files(out)
     with checkpoint.mapped():
@@ -132,7 +132,7 @@ def _scaled(checkpoint: Translated, config: Mapping[str, Any], schemes: Mapping[
     return columns, rows
 
 
-def _paths(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
+def projections(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
     """The paths of the projections that modules of a checkpoint are part of."""
     rules, found = family_of(config)[1].RULES, dict[str, str]()
     for parameter in spec.parameters():
