@@ -62,8 +62,11 @@ def test_every_scheme_answers_as_its_decoded_matrices(name: str, plain: Path, tm
 def test_rules_by_pattern_first_last_and_head(plain: Path) -> None:
     rules = {"first": "plain", "*.down_proj": "int8_weights", "lm_head": "q8_0"}
     options = EngineOptions(model=str(plain), device="cpu", max_model_len=64, quantization="int4", quantization_rules=rules)
-    found = {one["scheme"]: one["matrices"] for one in survey(options)["weights"]}
-    assert found == {"plain": 5, "int4g128": 3, "int8": 1, "q8_0": 1}
+    weights = survey(options)["weights"]
+    assert {one["scheme"]: one["matrices"] for one in weights} == {"plain": 5, "int4g128": 3, "int8": 1, "q8_0": 1}
+    layers = {one["scheme"]: {matrix.split()[0]: layers for matrix, layers in one["layers"].items()} for one in weights}
+    assert layers["int4g128"] == dict.fromkeys(("attention.qkv", "attention.o", "mlp.gate_up"), "1")
+    assert layers["int8"] == {"mlp.down": "1"} and layers["q8_0"] == {"head": ""}
 
 
 def test_canary_quantized_at_load_still_answers() -> None:

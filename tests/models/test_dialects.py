@@ -172,6 +172,37 @@ def fp4(suffix: str, block: int) -> Writer:
     return write
 
 
+def int8(suffix: str, group: int = 0, share: float = 1.0) -> Writer:
+    """Signed codes as they are, with a scale for each group or row (bitsandbytes': the largest magnitude, 127 times that)."""
+    def write(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+        n, k = shape
+        codes = random.integers(-127, 128, shape).astype(np.int8)
+        scales = random.uniform(1e-4, 1e-3, (n, k // group) if group else (n, 1)).astype(np.float32)
+        kept = torch.from_numpy(scales).bfloat16() if group else torch.from_numpy(scales[:, 0] if share > 1 else scales)
+        spread = kept.float().numpy().reshape(n, -1).repeat(group or k, 1) / np.float32(share)
+        return {"weight": torch.from_numpy(codes), suffix: kept}, codes.astype(np.float32) * spread
+    return write
+
+
+def mxfp8(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """OCP's: E4M3 in blocks of 32 with a power of two, as E8M0's exponent + 127."""
+    n, k = shape
+    codes = torch.from_numpy(random.standard_normal(shape)).mul(20).to(torch.float8_e4m3fn)
+    scales = random.integers(114, 120, (n, k // 32)).astype(np.uint8)
+    matrix = codes.float().numpy() * np.exp2(scales.astype(np.float32) - 127).repeat(32, 1)
+    return {"weight": codes, "weight_scale": torch.from_numpy(scales)}, matrix
+
+
+def packed_fp4(name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    tensors, matrix = fp4("weight_scale", 32)(name, shape, random)
+    return {"weight_packed": tensors["weight"], "weight_scale": tensors["weight_scale"]}, matrix
+
+
+def compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}, "format": kind}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
 def torchao_int4(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
     """Two signed codes a byte; a number is code * scale + zero, exact with these scales."""
     n, k, group = *shape, 64
@@ -218,6 +249,19 @@ FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
                   fp8("weight_scale", "row")),
     "torchao-int4": (torchao_config("FqnToConfig", fqn_to_config={
         "_default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}, "lm_head": None}), torchao_int4),
+    "bitsandbytes-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8("SCB", share=127)),
+    "quark-int8": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_channel"}}},
+                   int8("weight_scale")),
+    "compressed-int8-groups": (compressed("int-quantized", num_bits=8, type="int", strategy="group", group_size=64),
+                               int8("weight_scale", 64)),
+    "compressed-mxfp4": (compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+                         packed_fp4),
+    "compressed-mxfp8": (compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32), mxfp8),
+    "modelopt-mxfp8": ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}, mxfp8),
+    "modelopt-fp8-blocks": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": ["lm_head"]},
+                            fp8("weight_scale", "block")),
+    "modelopt-fp8-rows": ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
+                          fp8("weight_scale", "row")),
     "quark-mxfp4": ({"quant_method": "quark", "global_quant_config": {"weight": QUARK_FP4}}, fp4("weight_scale", 32)),
 }
 
@@ -256,7 +300,7 @@ def test_matrices_are_what_the_formula_gives(name: str, tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps(LLAMA))
     save_file({**plain, **{at: torch.from_numpy(np.ascontiguousarray(matrix)).float() for at, matrix in expected.items()}},
               other / "model.safetensors")
-    count = 3 if name.startswith(("fp8", "modelopt-fp8")) else 24
+    count = 3 if name.startswith(("fp8", "modelopt-fp8")) and name != "modelopt-fp8-blocks" else 24
     assert greedy(tmp_path, [5, 9, 2, 80], count) == greedy(other, [5, 9, 2, 80], count)
 
 
@@ -290,6 +334,10 @@ def test_info_shows_schemes_and_kernels(tmp_path: Path) -> None:
     found = survey(EngineOptions(model=str(tmp_path), device="cpu", max_model_len=128))
     schemes = {one["scheme"]: one for one in found["weights"]}
     assert schemes["int4g64"]["matrices"] == 8 and schemes["plain"]["matrices"] == 2 and "int4g64" in as_text(found)
+    [kernel] = schemes["int4g64"]["kernels"]
+    assert schemes["int4g64"]["layers"][f"mlp.down {kernel}"] == "0-1" and schemes["plain"]["layers"].keys() >= {
+        f"head {name}" for name in schemes["plain"]["kernels"]}
+    assert "layers 0-1: attention.qkv, attention.o, mlp.gate_up, mlp.down\n" in as_text(found)
     assert schemes["int4g64"]["bytes"] == sum(n * (k // 2 + k // 64 * 3) for n, k in NAMES.values())
 
 

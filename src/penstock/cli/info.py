@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -106,18 +107,31 @@ def _stored(mixer: AttentionSpec) -> str:
 
 
 def _weights(spec: ModelSpec, dtype: str, kernels: Kernels) -> list[dict[str, Any]]:
-    """The storage of matrices, and the kernels that compute with them."""
+    """The storage of matrices, the kernels that compute with them, and which layers have them."""
     found: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[str, list[int]]] = {}
     for parameter in spec.parameters():
         if parameter.scheme is not None:
-            one = found.setdefault(parameter.scheme.name, {"scheme": parameter.scheme.name, "matrices": 0, "bytes": 0,
-                                                           "kernels": []})
+            name = parameter.scheme.name
+            one = found.setdefault(name, {"scheme": name, "matrices": 0, "bytes": 0, "kernels": []})
             one["matrices"] += 1
             one["bytes"] += parameter.nbytes(dtype)
-            kernel = kernels.linear_name(parameter.scheme.name, *parameter.shape)
+            kernel = kernels.linear_name(name, *parameter.shape)
             if kernel not in one["kernels"]:
                 one["kernels"].append(kernel)
+            block = re.fullmatch(r"blocks\.([0-9]+)\.(.+)", parameter.stem)
+            mine = places.setdefault(name, {}).setdefault(f"{block[2] if block else parameter.stem} {kernel}", [])
+            mine += [int(block[1])] if block else []
+    for name, one in found.items():
+        one["layers"] = {matrix: _ranges(layers) for matrix, layers in places[name].items()}
     return list(found.values())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as 0-3, 5."""
+    begins = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(begins, ends, strict=True))
 
 
 def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
@@ -196,6 +210,11 @@ def as_text(found: dict[str, Any]) -> str:
     for one in found["weights"]:
         lines.append(f"  matrices     {one['matrices']} stored {one['scheme']}, {size(one['bytes'])}: "
                      f"{', '.join(one['kernels'])}")
+        by_layers: dict[str, list[str]] = {}
+        for matrix, layers in one["layers"].items():
+            name = matrix if len(one["kernels"]) > 1 else matrix.split()[0]
+            by_layers.setdefault(f"layers {layers}" if layers else "outside of layers", []).append(name)
+        lines += [f"    {layers}: {', '.join(matrices)}" for layers, matrices in by_layers.items()]
     lines += [f"  weights      {files['tensors']} tensors, {size(files['bytes'])} of {model['checkpoint_dtype']} "
               f"in {', '.join(files['weights'])}" if files["weights"] else "  weights      random (load_format dummy)",
               f"  text         {', '.join(files['text']) or 'no tokenizer'}",
