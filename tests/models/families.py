@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,9 @@ CASES = [
     Case("llama4-interleaved", "Llama4Text", {**EVEN, **TIED, **BIASED, **LLAMA4, "interleave_moe_layer_step": 2,
                                               "num_experts_per_tok": 2, "attn_temperature_tuning": False}),
     Case("llama4-unnormed", "Llama4Text", {**WIDE, **LLAMA4, "use_qk_norm": False, "no_rope_layers": [1, 0, 1]}),
+    Case("llama4-beside-vision", "Llama4Text", {**ODD, **LLAMA4}, rewrite=partial(
+        foreign.beside_towers, architecture="Llama4ForConditionalGeneration", model_type="llama4", old=True,
+        attn_temperature_tuning=4)),
     Case("gemma2-plain", "Gemma2", {**ODD, **TIED, "sliding_window": 16, "query_pre_attn_scalar": 10}),
     Case("gemma2-grouped", "Gemma2", {**WIDE, **BIASED, "sliding_window": 33, "attn_logit_softcapping": 5.0,
                                       "final_logit_softcapping": 8.0}),
@@ -209,6 +213,10 @@ CASES = [
     Case("deepseek2-plain", "DeepseekV2", {**MLA, "n_routed_experts": 4}),
     Case("deepseek2-yarn", "DeepseekV2", {**MLA, **MSCALE, "q_lora_rank": 24, "v_head_dim": 16, "attention_bias": True}),
     Case("deepseek3-plain", "DeepseekV3", {**MLA, **MSCALE}),
+    Case("glm47flash-plain", "Glm4MoeLite", {**MLA3, **MIXED, "q_lora_rank": 24, "routed_scaling_factor": 1.8,
+                                             "num_nextn_predict_layers": 1}),
+    Case("glm47flash-groups", "Glm4MoeLite", {**MLA3, **MIXED, **TIED, "n_group": 2, "topk_group": 1, "n_routed_experts": 6,
+                                              "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False}),
     Case("deepseek3-halved", "DeepseekV3", {**MLA, **TIED, **MSCALE, "rope_interleave": False, "q_lora_rank": 28,
                                             "attention_bias": True, "kv_lora_rank": 32}),
     Case("deepseek3-one", "DeepseekV3", {**MLA, "num_attention_heads": 1, "num_key_value_heads": 1, "q_lora_rank": 7}),
@@ -303,6 +311,11 @@ CASES = [
                                                            llama_4_scaling_beta=0.3)}),
     Case("ministral3-window", "Ministral3", {**EVEN, "sliding_window": 24, **rope(
         "yarn", factor=8.0, original_max_position_embeddings=32, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0)}),
+    Case("ministral3-beside-vision", "Ministral3", {**ODD, **rope(
+        "yarn", factor=4.0, original_max_position_embeddings=20, llama_4_scaling_beta=0.3)}, rewrite=partial(
+            foreign.beside_towers, architecture="Mistral3ForConditionalGeneration", model_type="mistral3")),
+    Case("mistral3-beside-vision", "Mistral", {**WIDE, "sliding_window": None}, rewrite=partial(
+        foreign.beside_towers, architecture="Mistral3ForConditionalGeneration", model_type="mistral3", old=True)),
     Case("neox-parallel", "GPTNeoX", {**NEOX, "hidden_size": 80, "rotary_pct": 0.25}),
     Case("neox-serial", "GPTNeoX", {**NEOX, "use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new",
                                     "rotary_emb_base": 500}),

@@ -39,6 +39,18 @@ def _merged(weights: Weights, name: str, by_group: int = 0) -> Weights:
     return found
 
 
+def beside_towers(weights: Weights, config: dict[str, Any], *, architecture: str, model_type: str, old: bool = False,
+                  **changes: Any) -> tuple[Weights, dict[str, Any]]:
+    """As the text part of a checkpoint with images and sound, under its names of today, or the `old` ones."""
+    prefix = ("language_model.model.", "language_model.lm_head.") if old else ("model.language_model.", "lm_head.")
+    weights = _renamed(weights, ("^model[.]", prefix[0]), ("^lm_head[.]", prefix[1]))
+    text = {name: value for name, value in config.items() if name != "architectures"} | changes
+    towers = ("vision_model.norm.weight", "multi_modal_projector.linear_1.weight") if old else (
+        "model.vision_tower.norm.weight", "model.audio_tower.norm.weight", "model.embed_audio.embedding.weight")
+    return {**weights, **{name: torch.ones(3) for name in towers}}, {
+        "architectures": [architecture], "model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 3}}
+
+
 def internlm2(weights: Weights, config: dict[str, Any]) -> tuple[Weights, dict[str, Any]]:
     weights = _merged(weights, "wqkv", config["head_dim"])
     return _renamed(weights, ("embed_tokens", "tok_embeddings"), ("self_attn.wqkv", "attention.wqkv"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.checkpoint import read_config
@@ -15,6 +17,7 @@ from penstock.core.errors import ModelError
 from penstock.layers.foreign import ForeignSpec
 from penstock.models import describe
 from tests.models.families import CASES, PROMPT, make, randomise
+from tests.models.foreign import beside_towers
 from tests.models.harness import Runner, open_model
 from tests.models.test_families import greedy
 
@@ -68,9 +71,14 @@ def test_families_that_only_transformers_knows(kind: str, more: dict[str, Any], 
     model.save_pretrained(tmp_path)
     prompt = torch.randint(3, 199, (60,), generator=torch.Generator().manual_seed(5)).tolist()
     expected, ids = greedy(model, prompt, 10)
-    logits, found, _ = Runner(open_model(tmp_path)).greedy(prompt, 10)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    assert found == ids
+    weights, values = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    published = beside_towers(weights, values, architecture=f"{kind}ForConditionalGeneration", model_type=kind.lower())
+    for stored in ((weights, values), published):
+        save_file({name: tensor.contiguous() for name, tensor in stored[0].items()}, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(stored[1]))
+        logits, found, _ = Runner(open_model(tmp_path)).greedy(prompt, 10)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert found == ids
 
 
 def test_through_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

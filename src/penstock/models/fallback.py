@@ -19,7 +19,7 @@ from penstock.layers.foreign import ForeignAttention, ForeignSpec, running, skel
 from penstock.layers.norm import NoNormSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import Config
-from penstock.models.rules import Rule
+from penstock.models.rules import Rule, text_part
 
 _KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "position_ids", "is_causal", "cache_position", "use_cache",
           "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -48,7 +48,9 @@ def _family(architecture: str, text: str) -> SimpleNamespace | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = json.loads(text)
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type")) != architecture:
+    decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+    # Of a checkpoint with towers for images and sound, the text part, whose type the config then has.
+    if decoder is None or architecture not in (decoder, decoder.replace("ForCausalLM", "ForConditionalGeneration")):
         return None
     try:
         spec, rules = _described(text, config)
@@ -91,7 +93,7 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
              *(Rule(name, f"blocks.0.foreign.{name}") for name, _ in tensors),
              Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None))
-    return spec, rules
+    return spec, text_part(rules)
 
 
 class _Seen:

@@ -1,6 +1,6 @@
 """Parts of the spec that Llama-like configs describe with the same keys. A family calls these, and adds only what differs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,19 +122,26 @@ def some_experts(config: Config, **shared: Any) -> list[MixerSpec]:
 
 def sigmoid_routing(config: Config) -> Routing:
     """DeepSeek V3's, which GLM, Kimi and dots share: corrected sigmoids, perhaps in groups, normalised and scaled."""
-    experts, groups = expert_count(config), config.integer("n_group", 1)
+    experts, groups = expert_count(config), config.nullable_integer("n_group", 1) or 1
     if experts % groups:
         raise config.wrong("n_group", f"a divisor of the number of experts ({experts})")
-    return routing(config, "sigmoid", normalise=config.flag("norm_topk_prob", False), corrected=True, groups=groups,
-                   scale=config.number("routed_scaling_factor", 1.0), picked_groups=config.integer("topk_group", 1))
+    return routing(config, "sigmoid", normalise=config.flag("norm_topk_prob", True), corrected=True, groups=groups,
+                   scale=config.number("routed_scaling_factor", 1.0),
+                   picked_groups=config.nullable_integer("topk_group", 1) or 1)
 
 
-def dense_then_experts(config: Config) -> list[MixerSpec]:
-    """Each layer's feed-forward part: `first_k_dense_replace` dense ones, then mixtures with `n_shared_experts` shared ones."""
-    shared = config.integer("n_shared_experts", 0, least=0) * config.integer("moe_intermediate_size")
-    dense, mixture = gated_mlp(config), experts(config, sigmoid_routing(config), shared_inner=shared)
-    first = config.integer("first_k_dense_replace", 0, least=0)
-    return [dense if i < first else mixture for i in range(config.integer("num_hidden_layers"))]
+def dense_then_experts(config: Config, routing: Callable[[Config], Routing] = sigmoid_routing) -> list[MixerSpec]:
+    """Each layer's feed-forward part: `first_k_dense_replace` dense ones, then mixtures with `n_shared_experts` shared ones; or
+    as `mlp_layer_types` says."""
+    layers, first = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 0, least=0)
+    dense = gated_mlp(config)
+    kinds = config.listing("mlp_layer_types", layers, ("dense", "sparse").__contains__, "dense or sparse")
+    sparse = [i >= first for i in range(layers)] if kinds is None else [kind == "sparse" for kind in kinds]
+    if not any(sparse):
+        return [dense] * layers
+    shared = config.nullable_integer("n_shared_experts", 0) * config.integer("moe_intermediate_size")
+    mixture = experts(config, routing(config), shared_inner=shared)
+    return [mixture if mixed else dense for mixed in sparse]
 
 
 def draft_layers(config: Config) -> int:
@@ -144,14 +151,13 @@ def draft_layers(config: Config) -> int:
 
 
 def block(attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, *, pre: bool = True, post: bool = False, same: bool = False,
-          scale: float = 1.0) -> BlockSpec:
+          beside: bool = False, scale: float = 1.0) -> BlockSpec:
     """`pre`, `post`: branches are normed before, as Llama's, and after. `same`: both read what the norm before attention
-    gives."""
+    gives; `beside`: each what its own norm makes of the block's input."""
     before, after = norm if pre else None, norm if post else None
     first = BranchSpec(attention, before, after, scale=scale)
-    if same:
-        return BlockSpec(((first, BranchSpec(mlp, same=True)),))
-    return BlockSpec(((first,), (BranchSpec(mlp, before, after, scale=scale),)))
+    second = BranchSpec(mlp, same=True) if same else BranchSpec(mlp, before, after, scale=scale)
+    return BlockSpec(((first, second),) if same or beside else ((first,), (second,)))
 
 
 def sliding(attention: AttentionSpec, windows: Iterable[int], full: AttentionSpec | None = None) -> list[AttentionSpec]:
@@ -160,10 +166,11 @@ def sliding(attention: AttentionSpec, windows: Iterable[int], full: AttentionSpe
 
 
 def layered(config: Config, attention: MixerSpec | Sequence[MixerSpec], mlp: MixerSpec | Sequence[MixerSpec], norm: NormSpec, *,
-            pre: bool = True, post: bool = False, same: bool = False, scale: float = 1.0, **more: Any) -> ModelSpec:
+            pre: bool = True, post: bool = False, same: bool = False, beside: bool = False, scale: float = 1.0,
+            **more: Any) -> ModelSpec:
     """A model of blocks, as `block` makes them of attention and a feed-forward part, which are of all layers or of each."""
     both = (part if isinstance(part, Sequence) else [part] * config.integer("num_hidden_layers") for part in (attention, mlp))
-    blocks = [block(first, second, norm, pre=pre, post=post, same=same, scale=scale)
+    blocks = [block(first, second, norm, pre=pre, post=post, same=same, beside=beside, scale=scale)
               for first, second in zip(*both, strict=True)]
     return decoder(config, blocks, norm, **more)
 

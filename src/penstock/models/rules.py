@@ -6,8 +6,8 @@ means nothing. The first rule that matches a name decides."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -102,6 +102,14 @@ def by_group(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
 def flat(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
     """All elements in a row."""
     return tensor.reshape(-1)
+
+
+def text_part(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules of a text model, which may lie beside towers for images and sound: their tensors are left out."""
+    found = (replace(rule, source=rule.source.replace("model.", "[language_model.]model.[language_model.]", 1)
+                     if rule.source.startswith("model.") else f"[language_model.]{rule.source}") for rule in rules)
+    return (*found, *(Rule(f"[model.]{tower}.**", None) for tower in (
+        "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "embed_vision", "embed_audio")))
 
 
 EMBEDDING = (

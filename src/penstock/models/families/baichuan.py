@@ -1,10 +1,9 @@
 """Baichuan 1 and 2: Llama with queries, keys and values merged; those of 40 heads (13B) have ALiBi instead of rotation."""
 
-import dataclasses
-
 import torch
 
-from penstock.models.family import Config, ModelSpec, Rule, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, ModelSpec, Rule, parts, rules
 
 ARCHITECTURES = ("BaichuanForCausalLM", "BaiChuanForCausalLM")
 MODEL_TYPES = ("baichuan",)
@@ -24,9 +23,7 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    norm, heads = parts.rms_norm(config), config.integer("num_attention_heads")
-    tall = heads == 40
-    attention = parts.attention(config, rope=None if tall else rope(config, parts.head_size(config)))
-    attention = dataclasses.replace(attention, slopes=parts.slopes(heads) if tall else ())
+    heads = config.integer("num_attention_heads")
+    attends = {"rope": None, "slopes": parts.slopes(heads)} if heads == 40 else {}
     length = config.integer("model_max_length" if "model_max_length" in config.values else "max_position_embeddings")
-    return parts.layered(config, attention, parts.gated_mlp(config), norm, max_positions=length)
+    return llama.spec(config, attends=attends, max_positions=length)

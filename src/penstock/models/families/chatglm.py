@@ -1,6 +1,9 @@
-"""ChatGLM 2 and 3, and GLM-4 in its first form: GLM-4 with matrices merged and names of its own."""
+"""ChatGLM 2 and 3, and GLM-4 in its first form: GLM-4 with matrices merged and names of its own. GLM-4 (9B) and GLM-4-0414:
+interleaved partial rotation; 0414 has norms after its branches, too."""
 
-from penstock.models.family import AttentionSpec, Config, HeadSpec, MLPSpec, ModelSpec, RMSNormSpec, RopeSpec, Rule, parts
+from penstock.models import family
+from penstock.models.families import llama
+from penstock.models.family import AttentionSpec, Config, Like, ModelSpec, RMSNormSpec, RopeSpec, Rule, parts, rules
 
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM")
 MODEL_TYPES = ("chatglm",)
@@ -14,6 +17,11 @@ RULES = (
     Rule("transformer.encoder.final_layernorm.weight", "norm.weight"),
     Rule("transformer.output_layer.weight", "head.weight"),
 )
+GLM4 = (
+    *Rule.named("model.layers.#.", {"mlp.gate_up_proj.*": "mlp.gate_up.*",
+        "post_self_attn_layernorm.weight": "attention.post.weight", "post_mlp_layernorm.weight": "mlp.post.weight"}),
+    *rules.LLAMA,
+)
 
 
 def spec(config: Config) -> ModelSpec:
@@ -26,5 +34,14 @@ def spec(config: Config) -> ModelSpec:
     turn = RopeSpec(10000.0 * config.number("rope_ratio", 1.0), size // 2, interleaved=True)
     attention = AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
     config = config.changed(vocab_size=config.integer("padded_vocab_size"), num_hidden_layers=config.integer("num_layers"))
-    return parts.layered(config, attention, MLPSpec(width, config.integer("ffn_hidden_size"), "silu"), norm,
-                         head=HeadSpec(False), max_positions=config.integer("seq_length"))
+    return parts.layered(config, attention, family.MLPSpec(width, config.integer("ffn_hidden_size"), "silu"), norm,
+                         head=family.HeadSpec(False), max_positions=config.integer("seq_length"))
+
+
+def glm4(config: Config) -> ModelSpec:
+    return llama.spec(config, fraction=0.5, interleaved=True, post=config.named("Glm4ForCausalLM", "glm4"))
+
+
+LIKE = (Like(("GlmForCausalLM", "Glm4ForCausalLM"), ("glm", "glm4"),
+             {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+              "rms_norm_eps": 1.5625e-07, "attention_bias": True, "attention_out_bias": False}, glm4, GLM4),)

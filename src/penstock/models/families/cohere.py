@@ -1,8 +1,9 @@
 """Command R and Cohere 2 (Command A, Aya): parallel branches, LayerNorms without bias, interleaved rotation."""
 
-from dataclasses import replace
+from functools import partial
 
-from penstock.models.family import Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, HeadSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rules
 
 ARCHITECTURES = ("CohereForCausalLM", "Cohere2ForCausalLM")
 MODEL_TYPES = ("cohere", "cohere2")
@@ -14,14 +15,14 @@ RULES = (
 )
 
 
+_norm = partial(parts.layer_norm, bias=False)
+
+
 def spec(config: Config) -> ModelSpec:
-    norm, every = parts.layer_norm(config, bias=False), config.integer("sliding_window_pattern", 4)
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config), interleaved=True),
-                                bias=config.flag("attention_bias", False),
-                                norm=QueryKeyNorm(norm, own=True) if config.flag("use_qk_norm", False) else None)
-    windows = config.windows(lambda layer: (layer + 1) % every != 0, config.nullable_integer("sliding_window", 4096))
-    # Cohere 2 rotates in sliding layers alone.
-    second = parts.sliding(attention, windows, replace(attention, rope=None))
+    """Cohere 2 rotates in sliding layers alone."""
+    every = config.integer("sliding_window_pattern", 4)
     head = HeadSpec(config.flag("tie_word_embeddings", True), divisor=1.0 / config.number("logit_scale", 0.0625))
-    return parts.layered(config, second if config.named("Cohere2ForCausalLM", "cohere2") else attention,
-                         parts.gated_mlp(config), norm, same=True, head=head)
+    norm = QueryKeyNorm(_norm(config), own=True) if config.flag("use_qk_norm", False) else None
+    windows = llama.slides(lambda layer: (layer + 1) % every != 0) if config.named("Cohere2ForCausalLM", "cohere2") else None
+    return llama.spec(config, norm=_norm, interleaved=True, attends={"norm": norm}, windows=windows, full={"rope": None},
+                      same=True, head=head)

@@ -1,14 +1,18 @@
-"""DeepSeek V2, V3, R1 and V3.2, Kimi K2: latent attention, dense layers first, then mixtures of experts.
+"""DeepSeek V2, V3, R1 and V3.2, Kimi K2, GLM-4.7-Flash: latent attention, dense layers first, then mixtures of experts.
+Youtu-LLM: dense layers alone.
 
 Layers behind the last one draft (multi-token prediction): `models/draft_heads.py`."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from penstock.models import family
-from penstock.models.family import Config, MixerSpec, ModelSpec, Routing, Rule, SparseLatentAttentionSpec, parts, rope, rules
+from penstock.models.family import Config, ModelSpec, Routing, Rule, SparseLatentAttentionSpec, parts, rope, rules
 
-ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM")
-MODEL_TYPES = ("deepseek_v2", "deepseek_v32", "deepseek_v3", "kimi_k2")
+ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v32", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "topk_method": "greedy"}
 RULES = (
     *Rule.named("model.layers.#.", {"self_attn.indexer.wq_b.*": "attention.index_q.*",
@@ -18,18 +22,15 @@ RULES = (
 
 
 def routing(config: Config) -> Routing:
-    """V3's router (sigmoid with a correction) or V2's (softmax), by which of their keys there are."""
-    groups, picked = config.nullable_integer("n_group", 1), config.nullable_integer("topk_group", 1)
-    experts, picks = parts.expert_count(config), config.integer("num_experts_per_tok")
-    scale = config.number("routed_scaling_factor", 1.0)
-    if groups and experts % groups:
-        raise config.wrong("n_group", f"a divisor of the number of experts ({experts})")
-    if "DeepseekV2ForCausalLM" in config.values.get("architectures", ()) or config.values.get("model_type") == "deepseek_v2":
-        config.absent("norm_topk_prob")
-        limited = config.choice("topk_method", {"greedy": "", "group_limited_greedy": "limited"}) != ""
-        return Routing(experts, picks, scale=scale, groups=groups if limited else 1, picked_groups=picked if limited else 1,
-                       group_score="max")
-    return Routing(experts, picks, "sigmoid", config.flag("norm_topk_prob", True), scale, True, groups or 1, picked or 1)
+    """V3's router (sigmoid with a correction), or V2's (softmax)."""
+    found = parts.sigmoid_routing(config)
+    architectures, kind = config.values.get("architectures", ()), config.values.get("model_type")
+    if "DeepseekV2ForCausalLM" not in architectures and kind != "deepseek_v2":
+        return found
+    config.absent("norm_topk_prob")
+    if config.choice("topk_method", {"greedy": "", "group_limited_greedy": "limited"}) == "":
+        found = dataclasses.replace(found, groups=1, picked_groups=1)
+    return dataclasses.replace(found, score="softmax", normalise=False, corrected=False, group_score="max")
 
 
 def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLatentAttentionSpec:
@@ -40,17 +41,19 @@ def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLate
                                      index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk", 2048))
 
 
-def spec(config: Config) -> ModelSpec:
-    norm, layers = parts.rms_norm(config), config.integer("num_hidden_layers")
+def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSpec:
+    """`mlps`: the layers' feed-forward parts, if they are not DeepSeek's."""
     turn = rope(config, config.integer("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True))
     attention = parts.latent_attention(config, turn)
     if config.named("DeepseekV32ForCausalLM", "deepseek_v32"):
         attention = _sparse(config, attention)
-    dense = min(config.integer("first_k_dense_replace", 0, least=0), layers)
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.wrong("moe_layer_freq", "1")
-    mlps: list[MixerSpec] = [parts.gated_mlp(config)] * dense
-    if dense < layers:
-        shared = config.nullable_integer("n_shared_experts", 0) * config.integer("moe_intermediate_size")
-        mlps += [parts.experts(config, routing(config), shared_inner=shared)] * (layers - dense)
-    return parts.layered(config, attention, mlps, norm, beyond=parts.draft_layers(config))
+    forward = mlps(config) if mlps else parts.dense_then_experts(config, routing)
+    return parts.layered(config, attention, forward, parts.rms_norm(config), beyond=parts.draft_layers(config))
+
+
+LIKE = (family.Like(("YoutuForCausalLM",), ("youtu",),
+             {"hidden_act": "silu", "max_position_embeddings": 131072, "kv_lora_rank": 512, "q_lora_rank": 1536,
+              "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "tie_word_embeddings": True},
+             partial(spec, mlps=parts.gated_mlp), RULES),)

@@ -2,8 +2,7 @@
 
 import torch
 
-from penstock.models import family
-from penstock.models.family import BlockSpec, BranchSpec, Config, ModelSpec, Rule, by_group, parts, rope
+from penstock.models.family import AttentionSpec, Config, ModelSpec, Rule, by_group, parts, rope
 
 ARCHITECTURES = ("FalconForCausalLM", "RWForCausalLM")
 MODEL_TYPES = ("falcon", "RefinedWeb", "RefinedWebModel")
@@ -35,11 +34,10 @@ def spec(config: Config) -> ModelSpec:
     new, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
     alibi = config.flag("alibi", False)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
-    attention = family.AttentionSpec(
+    attention = AttentionSpec(
         width, heads, _kv_heads(config, heads, new), size, size**-0.5, None if alibi else rope(config, size), bias=bias,
         output_bias=bias, slopes=_slopes(heads, size) if alibi else ())
     mlp = parts.plain_mlp(config, activation="activation", inner="ffn_hidden_size", multiple=4, bias=bias)
-    if new and config.integer("num_ln_in_parallel_attn", 2) == 2:
-        block = BlockSpec(((BranchSpec(attention, norm), BranchSpec(mlp, norm)),))
-        return parts.decoder(config, [block] * config.integer("num_hidden_layers"), norm)
-    return parts.layered(config, attention, mlp, norm, same=new or config.flag("parallel_attn", True))
+    beside = new and config.integer("num_ln_in_parallel_attn", 2) == 2
+    return parts.layered(config, attention, mlp, norm, beside=beside,
+                         same=not beside and (new or config.flag("parallel_attn", True)))

@@ -5,12 +5,12 @@ import dataclasses
 import torch
 
 from penstock.models.families import llama
-from penstock.models.family import Config, Glu, ModelSpec, Rule, parts, rope, rules
+from penstock.models.family import Config, Glu, MixerSpec, ModelSpec, Rule, parts, rules
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPES = ("gpt_oss",)
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 131072, "head_dim": 64, "rms_norm_eps": 1e-5,
-            "num_experts_per_tok": 4}
+            "num_experts_per_tok": 4, "attention_bias": True}
 
 
 def _halves(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
@@ -20,11 +20,6 @@ def _halves(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
     return parted if tensor.dim() == 2 else parted.flatten(0, 1)
 
 
-def _transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
-    """[E, F, outputs] to [E * outputs, F]."""
-    return tensor.transpose(1, 2).flatten(0, 1)
-
-
 RULES = (
     *rules.EMBEDDING,
     *rules.ATTENTION,
@@ -32,17 +27,17 @@ RULES = (
     *Rule.named("model.layers.#.", {"self_attn.sinks": "attention.sinks", "mlp.router.*": "mlp.router.*",
         "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", _halves),
         "mlp.experts.gate_up_proj_bias": ("mlp.experts.gate_up.bias", _halves),
-        "mlp.experts.down_proj": ("mlp.experts.down.weight", _transposed),
+        "mlp.experts.down_proj": ("mlp.experts.down.weight", rules.stacked_transposed),
         "mlp.experts.down_proj_bias": "mlp.experts.down.bias"}),
 )
 
 
-def spec(config: Config) -> ModelSpec:
-    norm, bias = parts.rms_norm(config), config.flag("attention_bias", True)
-    turn = rope(config, parts.head_size(config), theta=150000.0)
-    mixture = dataclasses.replace(
+def _experts(config: Config) -> MixerSpec:
+    return dataclasses.replace(
         parts.experts(config, parts.routing(config, "softmax_after"), inner="intermediate_size"), bias=True, router_bias=True,
         glu=Glu("silu", config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0), 1.0))
-    attention = dataclasses.replace(parts.attention(config, rope=turn, bias=bias), sinks=True)
-    windows = llama.slides(lambda layer: layer % 2 == 0, 128)(config)
-    return parts.layered(config, parts.sliding(attention, windows), mixture, norm)
+
+
+def spec(config: Config) -> ModelSpec:
+    return llama.spec(config, theta=150000.0, mlps=_experts, attends={"sinks": True},
+                      windows=llama.slides(lambda layer: layer % 2 == 0, 128))

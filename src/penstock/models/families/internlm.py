@@ -1,6 +1,7 @@
 """InternLM 2 and 3: Llama; InternLM 2 stores queries, keys and values of each group of heads together."""
 
-from penstock.models.family import Config, ModelSpec, Rule, by_group, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, ModelSpec, Rule, by_group, rules
 
 ARCHITECTURES = ("InternLM2ForCausalLM", "InternLM3ForCausalLM")
 MODEL_TYPES = ("internlm2", "internlm3")
@@ -16,9 +17,7 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    norm = parts.rms_norm(config)
     whole = next((config.flag(name, False) for name in ("bias", "mlp_bias") if name in config.values), False)
     bias = next((config.flag(name, False) for name in ("qkv_bias", "attention_bias") if name in config.values), whole)
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=bias, output_bias=whole)
-    mlp = parts.gated_mlp(config, bias=whole and config.named("InternLM3ForCausalLM", "internlm3"))
-    return parts.layered(config, attention, mlp, norm)
+    return llama.spec(config.changed(attention_bias=bias, attention_out_bias=whole,
+                                     mlp_bias=whole and config.named("InternLM3ForCausalLM", "internlm3")))

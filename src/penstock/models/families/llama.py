@@ -1,12 +1,12 @@
 """Llama 1 to 3.3, the many models of the same shape, and in `LIKE` those that differ from it in a few numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from penstock.models import family
-from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
+from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, RopeSpec, Rule, flat, parts, rope, rules
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
@@ -16,17 +16,21 @@ RULES = rules.LLAMA
 
 def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp: Callable[..., MixerSpec] = parts.gated_mlp,
          mlps: Callable[[Config], MixerSpec | Sequence[MixerSpec]] | None = None, normed: str = "", theta: float = 10000.0,
-         fraction: float = 1.0, interleaved: bool = False, windows: Callable[[Config], list[int]] | None = None,
-         **more: Any) -> ModelSpec:
+         fraction: float = 1.0, interleaved: bool = False, turn: RopeSpec | None = None,
+         windows: Callable[[Config], list[int]] | None = None, attends: Mapping[str, Any] | None = None,
+         full: Mapping[str, Any] | None = None, **more: Any) -> ModelSpec:
     """`mlps`: the layers' feed-forward parts, if they are not an `mlp` each. `normed`: queries and keys are, "before" or
-    "after" rotation, or over all heads together ("whole"). `windows`: of each layer. `more`: as `parts.layered` takes it."""
+    "after" rotation, or over all heads together ("whole"). `turn`: the rotation, if it is not that of the three before it.
+    `windows`: of each layer. `attends`: other fields of attention; `full`: of that in layers without a window. `more`: as
+    `parts.layered` takes it."""
     each, bias = norm(config), config.flag("attention_bias", False)
-    turn = rope(config, parts.head_size(config), theta=theta, fraction=fraction, interleaved=interleaved)
+    turn = turn or rope(config, parts.head_size(config), theta=theta, fraction=fraction, interleaved=interleaved)
     attention = parts.attention(config, rope=turn, bias=bias, output_bias=config.flag("attention_out_bias", bias),
                                 norm=QueryKeyNorm(each, normed == "whole", after=normed == "after") if normed else None)
-    attention = replace(attention, clip=config.nullable_number("clip_qkv", 0.0))
+    attention = replace(attention, clip=config.nullable_number("clip_qkv", 0.0), **attends or {})
     forward = mlps(config) if mlps else mlp(config, bias=config.flag("mlp_bias", False))
-    return parts.layered(config, parts.sliding(attention, windows(config)) if windows else attention, forward, each, **more)
+    sliding = parts.sliding(attention, windows(config), replace(attention, **full or {})) if windows else attention
+    return parts.layered(config, sliding, forward, each, **more)
 
 
 def slides(where: Callable[[int], bool] = lambda _layer: True, width: int = 4096) -> Callable[[Config], list[int]]:
@@ -37,6 +41,14 @@ def slides(where: Callable[[int], bool] = lambda _layer: True, width: int = 4096
 def biased(config: Config, default: bool) -> Config:
     """With the biases of all matrices, which the config calls `use_bias`, under Llama's names."""
     return config.changed(**dict.fromkeys(("attention_bias", "mlp_bias"), config.flag("use_bias", default)))
+
+
+def ministral3(config: Config) -> ModelSpec:
+    """Mistral whose queries grow with the logarithm of their position, far behind the trained length."""
+    given = dict(config.values.get("rope_parameters") or {})
+    beta, original = given.pop("llama_4_scaling_beta", None), given.get("original_max_position_embeddings", 16384)
+    return spec(config.changed(rope_parameters=given), theta=1000000.0, windows=slides(width=0),
+                attends={"growth": (float(beta), int(original))} if beta else {})
 
 
 APERTUS = (
@@ -73,6 +85,10 @@ LIKE = (
     Like(("Jais2ForCausalLM",), ("jais2",),
          {"hidden_act": "relu2", "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
          partial(spec, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=500000.0), rules.LAYER_NORM_LLAMA),
+    # Mistral 3, of whose checkpoints with vision the text part is used, may be Mistral Small 3, which is Mistral.
+    Like(("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), ("ministral3", "mistral3"),
+         {"hidden_act": "silu", "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128,
+          "rms_norm_eps": 1e-5}, ministral3, rules.text_part(rules.LLAMA)),
     Like(("MistralForCausalLM",), ("mistral",),
          {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8}, partial(spec, windows=slides())),
     Like(("NemotronForCausalLM",), ("nemotron",), {"hidden_act": "relu2", "max_position_embeddings": 4096},

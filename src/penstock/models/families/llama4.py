@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from penstock.models.family import Config, ModelSpec, QueryKeyNorm, RMSNormSpec, Rule, parts, rope, rules
 
-ARCHITECTURES = ("Llama4ForCausalLM",)
-MODEL_TYPES = ("llama4_text",)
+ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+MODEL_TYPES = ("llama4_text", "llama4")
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "head_dim": 128,
             "rms_norm_eps": 1e-5, "num_experts_per_tok": 1, "num_local_experts": 16, "intermediate_size_mlp": 16384,
             "attention_chunk_size": 8192, "floor_scale": 8192}
-RULES = (
+RULES = rules.text_part((
     Rule("model.layers.#.feed_forward.router.weight", "blocks.#.mlp.router.weight"),
     Rule("model.layers.#.feed_forward.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", rules.stacked_transposed),
     Rule("model.layers.#.feed_forward.experts.down_proj", "blocks.#.mlp.experts.down.weight", rules.stacked_transposed),
@@ -20,7 +20,7 @@ RULES = (
       for name in ("gate", "up", "down")),
     *(Rule(f"model.layers.#.feed_forward.{name}_proj.*", f"blocks.#.mlp.{name}.*") for name in ("gate", "up", "down")),
     *rules.LLAMA,
-)
+))
 
 
 def spec(config: Config) -> ModelSpec:
@@ -41,6 +41,6 @@ def spec(config: Config) -> ModelSpec:
                   for turned in turns]
     mlps = [mixture if i in sparse else mlp for i in range(layers)]
     plain = min(config.nullable_integer("attention_chunk_size", 8192) or 1 << 30, config.integer("max_position_embeddings"))
-    if config.flag("attn_temperature_tuning", True):
+    if config.values.get("attn_temperature_tuning", True):  # published configs say 4
         plain = min(plain, config.integer("floor_scale") - 1)
     return parts.layered(config, attentions, mlps, norm, max_positions=plain)

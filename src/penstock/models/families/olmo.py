@@ -4,7 +4,7 @@ EXAONE's by head."""
 from dataclasses import replace
 
 from penstock.models.families import llama
-from penstock.models.family import Config, Like, ModelSpec, NoScaling, QueryKeyNorm, Rule, parts, rope, rules
+from penstock.models.family import Config, Like, ModelSpec, NoScaling, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 MODEL_TYPES = ("olmo2",)
@@ -24,31 +24,25 @@ def spec(config: Config) -> ModelSpec:
 
 def olmo3(config: Config) -> ModelSpec:
     """Layers slide but every fourth; scaled rotations are those of full layers alone."""
-    norm, size = parts.rms_norm(config), parts.head_size(config)
+    size, given = parts.head_size(config), config.values.get("rope_parameters")
     far = rope(config, size, layer_type="full_attention", theta=500000.0)
-    given = config.values.get("rope_parameters")
     nested = isinstance(given, dict) and "sliding_attention" in given
     near = (rope(config, size, layer_type="sliding_attention", theta=500000.0) if nested
             else replace(far, scaling=NoScaling()))
-    windows = config.windows(lambda layer: (layer + 1) % 4 != 0, config.nullable_integer("sliding_window", 4096))
-    full = parts.attention(config, rope=far, bias=config.flag("attention_bias", False), norm=QueryKeyNorm(norm, whole=True))
-    attentions = parts.sliding(replace(full, rope=near), windows, full)
-    return parts.layered(config, attentions, parts.gated_mlp(config), norm, pre=False, post=True,
-                         max_positions=far.scaling.reach(config.integer("max_position_embeddings")))
+    return llama.spec(config, normed="whole", turn=near, full={"rope": far}, pre=False, post=True,
+                      windows=llama.slides(lambda layer: (layer + 1) % 4 != 0),
+                      max_positions=far.scaling.reach(config.integer("max_position_embeddings")))
 
 
 def exaone4(config: Config) -> ModelSpec:
     """If some layers slide, the others do not rotate. `sliding_window_pattern`: "LLLG", or every n-th layer is global."""
-    norm, width = parts.rms_norm(config), config.nullable_integer("sliding_window", 4096)
     layers, pattern = config.integer("num_hidden_layers"), config.values.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
         local = [pattern[i % len(pattern)] == "L" and i < layers - 1 for i in range(layers)]
     else:
         local = [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), norm=QueryKeyNorm(norm))
-    full = replace(attention, rope=None) if width else attention
-    attentions = parts.sliding(attention, config.windows(local.__getitem__, width), full)
-    return parts.layered(config, attentions, parts.gated_mlp(config), norm, pre=False, post=True)
+    return llama.spec(config, normed="before", pre=False, post=True, windows=llama.slides(local.__getitem__),
+                      full={"rope": None} if config.nullable_integer("sliding_window", 4096) else {})
 
 
 LIKE = (

@@ -1,10 +1,11 @@
 """Persimmon: queries, keys and values merged by head, normed heads, squared ReLUs."""
 
-from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Rule, interleaved, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, ModelSpec, Rule, interleaved, parts, rules
 
 ARCHITECTURES = ("PersimmonForCausalLM",)
 MODEL_TYPES = ("persimmon",)
-DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 16384}
+DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 16384, "attention_bias": True, "mlp_bias": True}
 RULES = (
     *Rule.named("model.layers.#.", {"self_attn.query_key_value.*": ("attention.qkv.*", interleaved),
         "self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
@@ -16,7 +17,5 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    norm = parts.layer_norm(config)
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config), theta=25000.0, fraction=0.5), bias=True,
-                                norm=QueryKeyNorm(norm) if config.flag("qk_layernorm", True) else None)
-    return parts.layered(config, attention, parts.plain_mlp(config, bias=True), norm)
+    return llama.spec(config, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=25000.0, fraction=0.5,
+                      normed="before" if config.flag("qk_layernorm", True) else "")

@@ -4,7 +4,7 @@ Qwen 3 each head's query and key are normed."""
 from functools import partial
 
 from penstock.models.families import llama
-from penstock.models.family import Config, Like, ModelSpec, Rule, parts, rope, rules
+from penstock.models.family import Config, Like, ModelSpec, Rule, parts, rules
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "MiMoForCausalLM")
 MODEL_TYPES = ("qwen2", "mimo")
@@ -24,19 +24,16 @@ def _window(config: Config) -> int:
 
 def spec(config: Config) -> ModelSpec:
     config.absent("dual_chunk_attention_config")
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=True, output_bias=False)
-    attentions = parts.sliding(attention, upper_windows(config))
-    return parts.layered(config, attentions, parts.gated_mlp(config), parts.rms_norm(config))
+    return llama.spec(config.changed(attention_bias=True, attention_out_bias=False), windows=upper_windows)
 
 
 def qwen2_moe(config: Config) -> ModelSpec:
     """A shared expert, whose result is gated, in each mixture. Every second one of the lower layers may slide."""
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config)), bias=config.flag("qkv_bias", True),
-                                output_bias=False)
     first = config.integer("max_window_layers", 28, least=0)
     windows = config.windows(lambda layer: layer < first and layer % 2 == 0, _window(config))
-    mlps = parts.some_experts(config, shared_inner=config.integer("shared_expert_intermediate_size"), shared_gate=True)
-    return parts.layered(config, parts.sliding(attention, windows), mlps, parts.rms_norm(config))
+    shared = config.integer("shared_expert_intermediate_size")
+    return llama.spec(config.changed(attention_bias=config.flag("qkv_bias", True), attention_out_bias=False),
+                      mlps=partial(parts.some_experts, shared_inner=shared, shared_gate=True), windows=lambda _config: windows)
 
 
 LIKE = (

@@ -1,6 +1,7 @@
 """StableLM: Llama with LayerNorms and partial rotation, perhaps with parallel branches and normed heads."""
 
-from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Rule, parts, rope, rules
+from penstock.models.families import llama
+from penstock.models.family import Config, ModelSpec, QueryKeyNorm, Rule, parts, rules
 
 ARCHITECTURES = ("StableLmForCausalLM", "StableLMEpochForCausalLM")
 MODEL_TYPES = ("stablelm", "stablelm_epoch")
@@ -13,8 +14,7 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    norm = parts.layer_norm(config)
     normed = QueryKeyNorm(parts.layer_norm(config, bias=False), own=True) if config.flag("qk_layernorm", False) else None
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.25), norm=normed,
-                                bias=config.flag("use_qkv_bias", False), output_bias=False)
-    return parts.layered(config, attention, parts.gated_mlp(config), norm, same=config.flag("use_parallel_residual", False))
+    return llama.spec(config.changed(attention_bias=config.flag("use_qkv_bias", False), attention_out_bias=False),
+                      norm=parts.layer_norm, fraction=0.25, attends={"norm": normed},
+                      same=config.flag("use_parallel_residual", False))
