@@ -17,7 +17,7 @@ from penstock.ops.sample import Column, SampleOps
 from penstock.ops.sample_triton import TritonSample
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows, Sampled, Sampler
-from tests.unit.worker.test_sampler import CASES
+from tests.unit.worker.test_sampler import CASES, obeyed
 
 LENGTH = 300
 MORE: list[dict[str, Any]] = [
@@ -175,3 +175,7 @@ def test_the_distribution_drawn(case: dict[str, Any]) -> None:
     chi = float(((counts[likely] - draws * wanted[likely]) ** 2 / (draws * wanted[likely])).sum())
     freedom = max(1, int(likely.sum()) - 1)
     assert chi < freedom + 5 * math.sqrt(2 * freedom) + 5, (chi, freedom)
+
+
+def test_rows_obey_their_masks_wherever_those_were_written() -> None:
+    obeyed("cuda", TritonSample())

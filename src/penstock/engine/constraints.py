@@ -1,10 +1,11 @@
 """Admission of constrained requests: each waits outside the scheduler's queue until its grammar is compiled."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.core.errors import RequestError
+from penstock.core.plan import Ints
 from penstock.core.request import EngineStats, Request, Update, ended
 from penstock.grammar.compiling import Compiler
 from penstock.grammar.masker import Masker
@@ -18,11 +19,13 @@ _WAIT_SECONDS = 0.005
 class Constraints:
     """The waiting constrained requests of one engine. Used only from the engine's thread."""
 
-    def __init__(self, scheduler: Scheduler, vocab_size: int, folder: Path | None) -> None:
-        """`folder` is the tokenizer's folder, read when the first grammar arrives. With None, grammars are refused."""
+    def __init__(self, scheduler: Scheduler, vocab_size: int, folder: Path | None, room: Callable[[int, int], Ints]) -> None:
+        """`folder` is the tokenizer's folder, read when the first grammar arrives. With None, grammars are refused.
+        `room`: as in `Masker`."""
         self._scheduler = scheduler
         self._compiler = Compiler(lambda: None if folder is None else Tokenizer.load(folder), vocab_size)
-        self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.drafts.expect, scheduler.batch.spare)
+        self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.drafts.expect, scheduler.batch.spare,
+                                                room)
         self._updates: list[Update] = []
 
     @property

@@ -137,7 +137,7 @@ class Engine:
                                  lambda: [*self.beams.requests, *self.constraints.requests.values()], self._take_in)
         undo.callback(self.adapters.close)
         folder = None if options.skip_tokenizer_init else tokenizer_folder(options, survey.folder)
-        self.constraints = Constraints(self.scheduler, survey.vocab_size, folder)
+        self.constraints = Constraints(self.scheduler, survey.vocab_size, folder, self.rank.mask_room)
         undo.callback(self.constraints.close)
         notes = loaded.notes
         if plan.max_model_len < config.max_model_len:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.config.resolve import EngineConfig
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import StepResult
+from penstock.core.plan import Ints, StepResult
 from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.core.transfer import LoadResult, WriteResult
 from penstock.engine.executor import Launches
@@ -35,6 +35,10 @@ class Rank(Launches, Protocol):
     def load(self, progress: Progress | None = None) -> Loaded: ...
 
     def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared: ...
+
+    def mask_room(self, lines: int, words: int) -> Ints:
+        """Memory [lines, words] for the masks of the next step."""
+        ...
 
     def look(self) -> None:
         """Raises EngineDeadError if the rank is lost."""
@@ -69,6 +73,10 @@ class RankGroup(ABC):
         """By pipeline stage, what its experts were asked for."""
         self._loads: dict[int, list[LoadResult]] = {}
         self._writes: dict[int, list[WriteResult]] = {}
+
+    def mask_room(self, lines: int, words: int) -> Ints:
+        """As in `Rank`. Each rank brings the masks to its device."""
+        return np.empty((lines, words), np.int32)
 
     def survey(self) -> Survey:
         first, *others = self._each("survey")

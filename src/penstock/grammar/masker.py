@@ -72,8 +72,9 @@ class Masker:
 
     def __init__(self, compiler: Compiler, vocab_size: int,
                  propose: Callable[[Sequence, int, list[int]], None] | None = None,
-                 spare: Callable[[], int] = lambda: 1 << 30) -> None:
-        """`propose(sequence, at, tokens)` receives forced tokens from `at` on; `spare()` says how many a step can check."""
+                 spare: Callable[[], int] = lambda: 1 << 30, room: Callable[[int, int], Ints] | None = None) -> None:
+        """`propose(sequence, at, tokens)` receives forced tokens from `at` on; `spare()` says how many a step can check;
+        `room(lines, words)` returns int32 memory [lines, words] for a step's masks."""
         self.masked = self.forced = 0
         """Masks made, and tokens that the grammar determined, since the engine started."""
         self.seconds = 0.0
@@ -82,6 +83,7 @@ class Masker:
         self._words = -(-vocab_size // 32)
         self._propose = propose
         self._spare = spare
+        self._room = room or (lambda lines, words: np.empty((lines, words), np.int32))
         self._parallel = parallel()
 
     def wants(self, request: Request) -> bool:
@@ -107,9 +109,10 @@ class Masker:
         moved = self._advance(rows)
         todo = [(state.matcher, first, segment.drafts) for first, segment, state in rows
                 if state.matcher is not None and not state.thinking and not state.forced]
-        shape = lines, self._words
-        # Where matchers fill every line there is nothing else to write first.
-        bits: Ints = np.empty(shape, np.int32) if len(todo) == lines else np.full(shape, _FREE, np.int32)
+        bits = self._room(lines, self._words)
+        if len(todo) < lines:
+            # Where matchers fill every line there is nothing else to write first.
+            bits.fill(_FREE)
         if len(todo) < len(rows):
             for row in rows:
                 todo += self._behind(*row, bits)

@@ -20,7 +20,7 @@ from penstock.config.schema import EngineOptions
 from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
 from penstock.core.layout import CacheLayout
-from penstock.core.plan import StepPlan
+from penstock.core.plan import Ints, StepPlan
 from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.models import adapters
 from penstock.models.weights import Progress
@@ -325,6 +325,10 @@ class Rank:
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueues a step."""
         return self.worker.launch(plan)
+
+    def mask_room(self, lines: int, words: int) -> Ints:
+        """As in `Sampler`."""
+        return self.worker.sampler.mask_room(lines, words)
 
     def close(self) -> None:
         """Frees all resources. May be called at any time and more than once."""

@@ -24,7 +24,7 @@ from penstock.ops.sample import Feature, SampleOps
 from penstock.worker.borders import border
 from penstock.worker.rows import Rows
 from penstock.worker.scoring import Scores
-from penstock.worker.staging import Outbox, Staging, to_host
+from penstock.worker.staging import Ahead, Outbox, Staging, to_host
 
 _EDITED = int(Feature.EDIT | Feature.ALLOWED)
 _CHANGED = _EDITED | int(Feature.PENALTY)
@@ -107,6 +107,9 @@ class Sampler:
         self._staging = Staging(torch.int32, rows.device)
         self._staging.reserve(3 * len(rows.tokens))
         self._bits = Staging(torch.int32, rows.device)
+        self._room = Ahead(torch.int32, rows.device)
+        self._given: Ints | None = None
+        """The host buffer of `_room` that `mask_room` gave away last."""
         self._outbox = Outbox(len(rows.tokens), torch.int32) if rows.device.type == "cuda" else None
 
     def plain(self, rows: Ints) -> bool:
@@ -190,14 +193,30 @@ class Sampler:
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
         return Sampled(tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]), drawn)
 
+    def mask_room(self, lines: int, words: int) -> Ints:
+        """Memory [lines, words] for the masks of the next step, from which the device can copy them."""
+        self._given = None
+        if lines > MAX_LOGITS_ROWS:
+            return np.empty((lines, words), np.int32)
+        size = lines * (words + 1)
+        self._given = self._room.host(size)[:size]
+        return self._given[:lines * words].reshape(lines, words)
+
     def _mask(self, logits: torch.Tensor, masks: RowMasks) -> None:
         count, words = masks.bits.shape
         size = count * (words + 1)
-        host = self._bits.host(size)
-        host[:count * words], host[count * words:size] = masks.bits.ravel(), masks.lines
-        self._bits.send(size)
-        there = self._bits.device(size)
+        host, self._given = self._given, None
+        staging: Staging = self._room
+        if host is None or len(host) != size or not np.may_share_memory(host, masks.bits):
+            # These masks lie elsewhere, or are those of a part of the step's rows.
+            staging = self._bits
+            host = staging.host(size)
+            host[:count * words] = masks.bits.ravel()
+        host[count * words:size] = masks.lines
+        staging.send(size)
+        there = staging.device(size)
         self._ops.mask(logits, there[:count * words].view(count, words), there[count * words:])
+        self._room.read()
 
     def _bring(self, lists: list[npt.NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
         """Uploads lists of row indices in one copy. Returns them as int32 device tensors."""

@@ -15,7 +15,7 @@ from penstock.ops import noise
 from penstock.ops.sample import SampleOps
 from penstock.worker.parameters import Parameters
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import LogitsRows, Sampler
+from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampler
 
 V = 61
 
@@ -276,3 +276,38 @@ def test_noise_is_uniform_and_uncorrelated() -> None:
         a, b = (grid[:, :-1], grid[:, 1:]) if axis else (grid[:-1], grid[1:])
         correlation = float(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1])
         assert abs(correlation) < 0.005
+
+
+def obeyed(device: str, ops: SampleOps) -> None:
+    """Checks that each row chooses the one token that its mask allows: masks that a caller made, those in `mask_room`, and
+    parts of those, as of a step of more rows than one pass takes; step behind step, while the device may be behind."""
+    words, count, steps = 40, 96, 12
+    there = torch.device(device)
+    rows = Rows(2 * count, 64, 16, 1, there)
+    params = SamplingParams(temperature=0)
+    rows.apply(StepPlan(0, [Enter(i, [3], 1, params, 0, []) for i in range(2 * count)], [], [np.zeros((0, 3), np.int32)]))
+    sampler = Sampler(ops, rows)
+    which = np.arange(count)
+    row = which.astype(np.int32)
+    device_row = torch.from_numpy(row).to(there)
+    lines = LogitsRows(which, row, np.ones_like(row), device_row, torch.ones_like(device_row))
+    wanted, found = [], []
+    for step in range(steps):
+        tokens = (which * 31 + step * 97) % (32 * words)
+        every = np.concatenate([tokens, tokens[::-1]])
+        size = 2 * count if step % 3 == 2 else count
+        bits = sampler.mask_room(size, words) if step % 3 else np.empty((size, words), np.int32)
+        bits.fill(0)
+        bits.view(np.uint32)[np.arange(size), every[:size] // 32] = np.uint32(1) << (every[:size] % 32).astype(np.uint32)
+        for part in range(0, size, count):
+            logits = torch.zeros(count, 32 * words, device=there)
+            found.append(sampler.launch(logits, lines, RowMasks(bits[part:part + count], which)))
+            wanted.append(every[part:part + count].tolist())
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert [sampled.tokens().tolist() for sampled in found] == wanted
+    assert sampler.mask_room(MAX_LOGITS_ROWS + 1, words).shape == (MAX_LOGITS_ROWS + 1, words)
+
+
+def test_rows_obey_their_masks_wherever_those_were_written() -> None:
+    obeyed("cpu", SampleOps())
