@@ -155,7 +155,7 @@ def test_fp8(implementation: Implementation, scheme: FP8) -> None:
 @pytest.mark.parametrize("implementation", every("linear.q4_0"))
 def test_the_words_of_awq(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turned by the library, and by torch where there is none or tiles do not fit."""
-    lib = usable(implementation, torch.float32)._owner.lib
+    lib = usable(implementation, torch.float32).owner.lib
     for k, wide in ((128, 16), (384, 48), (2, 5), (128, 8)):
         words = torch.randint(-(1 << 31), 1 << 31, (k, wide), generator=torch.Generator().manual_seed(k)).to(torch.int32)
         each = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.experts import Glu, Loose, LooseExperts, Stack
+from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.linear import LinearOps
 from penstock.ops.registry import Implementation, implementations
 from tests.ops.kernels import DTYPES, close, random, usable
@@ -104,14 +104,14 @@ def test_nobody_and_everybody(implementation: Implementation) -> None:
     assert run(ops, empty).shape == (0, 40)
 
 
-class OneByOne(LooseExperts):
+class OneByOne(ExpertsOps):
     """Stacks of matrices that the operation `linear` packs."""
 
     def pack(self, matrices: torch.Tensor) -> Stack:
         each = [LinearOps.pack(one) for one in matrices]
         for one in each:
             one.ops = LinearOps()
-        return Loose(each, matrices.dtype, self)
+        return self.pack_each(each, matrices.dtype)
 
 
 @pytest.mark.parametrize("inward", [False, True])

@@ -49,7 +49,7 @@ class Definition(ExpertsOps):
     coded: dict[int, CodedStack]
     """By the width of a stack's matrices."""
 
-    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         weight, rounded = self.coded[stack.k].coded, x.double()
         if weight.scaled != "none":
             codes, scales = quantized(x, weight)

@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.engine import Engine
 from penstock.models import describe
 from penstock.ops import experts_helped, experts_hosted, registry
-from penstock.ops.cpu import CpuExperts
+from penstock.ops.cpu import STORED, CpuExperts
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_helped import Costs, helper
 from penstock.ops.experts_hosted import HostedStack, Residency, Stages
@@ -137,6 +137,10 @@ def test_whom_the_cpu_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_helped, "TOKENS", 6)
     assert not layers[0].helper.serves(torch.empty(7, 3)) and layers[0].helper.serves(torch.empty(6, 3))
     assert hosted(inputs(CASE, torch.float16), 3, Stages(), InvariantExperts())[0].helper is None
+    for bound in ("TOKENS", "PICKS"):
+        with monkeypatch.context() as patch:
+            patch.setattr(experts_helped, bound, 0)
+            assert helper(64, torch.float32, DEVICE) is None, "a bound of 0: the CPU helps with no step"
     monkeypatch.setattr(registry, "implementations", lambda _op: [])
     assert helper(64, torch.float32, DEVICE) is None
 
@@ -153,7 +157,7 @@ def test_matrices_as_they_are_stored(implementation: Implementation, dtype: torc
             held["picks"][::4, 0] = -1
             out = torch.full(held["x"].shape, float("nan"))
             ops.run(ops.told(held["x"], held["picks"], held["weights"], out, held["up"], held["down"], Glu(), held["up_bias"],
-                             held["down_bias"], inward, stored=True))
+                             held["down_bias"], inward, form=STORED))
             close(out.to(dtype), plain(**held, inward=inward), 1.0, factor=6)
 
 
@@ -163,7 +167,7 @@ class Placed(ExpertsOps):
     def host(self, matrices: torch.Tensor, slots: int, device: torch.device) -> Stack:
         return HostedStack(matrices, slots, device, self)
 
-    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(stack, HostedStack)
         at, memory = int(stack.where[expert]), stack.data
         if not 0 <= at < memory.numel():

@@ -6,8 +6,9 @@ deviation. `--kernels linear.<scheme>=reference` computes with activations as th
 
 from __future__ import annotations
 
+import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from penstock.ops import gguf_codes
 from penstock.ops.bits import unpack
+from penstock.ops.experts import ExpertsOps, Loose
 from penstock.ops.linear import Weight
 from penstock.ops.registry import register
 
@@ -64,11 +66,36 @@ class CodedPanels(Weight):
         self._point()
 
 
+class CodedPile(Loose):
+    """Matrices in panels, all in one piece of memory: alone they are too small for huge pages. `data` [E, 16] has the arguments
+    of csrc/coded.cpp for each, but for x, bias and results."""
+
+    __slots__ = ()
+
+    def __init__(self, each: Sequence[CodedPanels], dtype: torch.dtype, grouped: ExpertsOps) -> None:
+        super().__init__(each, dtype, grouped)
+        pages = mmap.mmap(-1, self.nbytes + 512 * self.count)  # each of a matrix's few tensors begins at a multiple of 64
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory, at = torch.frombuffer(pages, dtype=torch.uint8), 0
+
+        def place(x: torch.Tensor) -> torch.Tensor:
+            nonlocal at
+            begin, at = at, at + -(-x.nbytes // 64) * 64
+            return memory[begin:begin + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+
+        self.move(place)
+
+    def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().move(lambda x: x if x is self.data else change(x))
+        self.data = torch.tensor([(0, 0, *one.tail, 0, 0, 0, 0) for one in self.each])  # type: ignore[attr-defined]
+
+
 class CodedCpu:
     """MatrixOps (ops/contracts.py) of one library, for the schemes of `NAMES`."""
 
     def __init__(self, owner: CpuOperations) -> None:
-        self._owner = owner
+        self.owner = owner
 
     def pack(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedPanels:
         if scheme.name.startswith("fp8"):
@@ -78,12 +105,12 @@ class CodedCpu:
         panels, blocks = -(-n // _PANEL), -(-k // _BLOCK)
         data = torch.empty(panels * blocks * _PANEL * _BLOCK * bits // 8, dtype=torch.uint8)
         codes = codes.contiguous()
-        pack_codes = self._owner.lib.penstock_coded_pack
+        pack_codes = self.owner.lib.penstock_coded_pack
         form["offset"] += pack_codes(codes.data_ptr(), codes.shape[1], *lie, n, k, bits, data.data_ptr())
         return CodedPanels(data, n, k, dtype, bits=bits, **form)
 
     def _fp8(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedPanels:
-        (n, k), lib, codes, scale = shape, self._owner.lib, parts["weight"].contiguous(), parts["scale"].float().view(1, -1)
+        (n, k), lib, codes, scale = shape, self.owner.lib, parts["weight"].contiguous(), parts["scale"].float().view(1, -1)
         data = torch.empty(lib.penstock_packed_size(n, k, _FP8_CODE), dtype=torch.uint8)
         lib.penstock_pack(codes.data_ptr(), data.data_ptr(), n, k, k, 1, _FP8_CODE)
         if scheme.block is not None:
@@ -101,13 +128,13 @@ class CodedCpu:
         dtype = x.dtype
         wide = out_dtype is not None and out_dtype is not dtype
         out = torch.empty(x.shape[0], weight.n, dtype=torch.float32 if wide else dtype)
-        self._owner.lib.penstock_coded(_CALL.pack(
+        self.owner.lib.penstock_coded(_CALL.pack(
             x.data_ptr(), x.stride(0), *weight.tail, 0 if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
-            _CODES[dtype] | wide << 8))
+            _CODES[dtype] | wide << 8), 1)
         return out if not wide or out_dtype is torch.float32 else out.to(out_dtype)
 
     def gated(self, x: torch.Tensor, weight: CodedPanels, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-        return self._owner.gated(self.apply(x, weight, bias), kind)
+        return self.owner.gated(self.apply(x, weight, bias), kind)
 
     def gather(self, ids: torch.Tensor, weight: CodedPanels) -> torch.Tensor:
         ids = ids.to(torch.int64).contiguous()

@@ -16,7 +16,8 @@ from penstock.core.errors import ConfigError
 from penstock.ops import coded_cpu, native
 from penstock.ops.attention import AttentionOps, Span, Tree
 from penstock.ops.codec import Scales, table
-from penstock.ops.experts import ExpertsOps, Glu, Stack
+from penstock.ops.coded_cpu import CodedCpu, CodedPanels, CodedPile
+from penstock.ops.experts import ExpertsOps, Glu, Loose, Stack
 from penstock.ops.linear import Weight
 from penstock.ops.lora import MOST_PIECES, Groups, LoraOps, Slabs
 from penstock.ops.registry import register
@@ -28,6 +29,9 @@ _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "quick_gelu": 5}
 """As csrc/rows.cpp."""
+
+STORED, _CODED = 1, 2
+"""As csrc/experts.cpp."""
 
 
 class PackedWeight(Weight):
@@ -112,13 +116,13 @@ class CpuExperts(ExpertsOps):
 
     def told(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, up: torch.Tensor,
              down: torch.Tensor, glu: Glu, up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, inward: bool, *,
-             inner: int = 0, stored: bool = False) -> bytes:
-        """The arguments of csrc/experts.cpp: sizes, and addresses of memory that must live as long as they are used. `stored`:
-        matrices [E, n, k] are as they are stored, not packed; n is a multiple of 16, and `out` float32. `inner`: F, else."""
+             inner: int = 0, form: int = 0) -> bytes:
+        """The arguments of csrc/experts.cpp: sizes, and addresses of memory that must live as long as they are used. `form`:
+        how matrices lie; `STORED`: [E, n, k], n is a multiple of 16, and `out` float32. `inner`: F, else."""
         return self._ARGUMENTS.pack(
             x.data_ptr(), x.stride(0), picks.data_ptr(), weights.data_ptr(), up.data_ptr(), down.data_ptr(),
             0 if up_bias is None else up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), out.data_ptr(),
-            *picks.shape, len(up), x.shape[1], inner or down.shape[2], _KINDS[glu.kind], inward, stored, glu.alpha, glu.limit,
+            *picks.shape, len(up), x.shape[1], inner or down.shape[2], _KINDS[glu.kind], inward, form, glu.alpha, glu.limit,
             glu.shift, _CODES[x.dtype])
 
     def pack(self, matrices: torch.Tensor) -> Stack:
@@ -130,15 +134,25 @@ class CpuExperts(ExpertsOps):
             lib.penstock_pack(matrix.data_ptr(), packed.data_ptr(), n, k, matrix.stride(0), matrix.stride(1), code)
         return Stack(data, count, n, k, matrices.dtype, self)
 
-    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+    def pack_each(self, each: Sequence[Weight], dtype: torch.dtype) -> Stack:
+        mine = [one for one in each if isinstance(one, CodedPanels) and one.order is None
+                and isinstance(one.ops, CodedCpu) and one.ops.owner is self._owner]
+        return CodedPile(mine, dtype, self) if len(mine) == len(each) else super().pack_each(each, dtype)
+
+    def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(stack, Loose):
+            return super().product(x, stack, expert, bias)
         return self._owner.linear.apply(x, PackedWeight(stack.data[expert], stack.n, stack.k, stack.dtype), bias)
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
               up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
               inward: bool = False) -> torch.Tensor:
+        kinds = {type(up), type(down)}
+        if kinds not in ({Stack}, {CodedPile}):
+            return super().apply(x, picks, weights, up, down, glu, up_bias, down_bias, inward)
         assert x.dtype is up.dtype and x.stride(1) == 1 and picks.is_contiguous() and weights.is_contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
-        self.run(self.told(x, picks, weights, out, up.data, down.data, glu, up_bias, down_bias, inward, inner=down.k))
+        out, how = torch.empty(x.shape, dtype=x.dtype), {"inner": down.k, "form": _CODED if CodedPile in kinds else 0}
+        self.run(self.told(x, picks, weights, out, up.data, down.data, glu, up_bias, down_bias, inward, **how))
         return out
 
 

@@ -87,6 +87,10 @@ class ExpertsOps:
         count, n, k = matrices.shape
         return Stack(matrices.contiguous(), count, n, k, matrices.dtype, self)
 
+    def pack_each(self, each: Sequence[Weight], dtype: torch.dtype) -> Stack:
+        """Takes matrices that kernels of the operation `linear` have packed one by one: only picked ones are read."""
+        return Loose(each, dtype, ExpertsOps())
+
     def host(self, matrices: torch.Tensor, _slots: int, device: torch.device) -> Stack:
         """Packs plain [E, n, k] matrices in pinned host memory: some on the device too (slots), if that can be, else all."""
         return self.pack(matrices.to(device))
@@ -129,29 +133,23 @@ class ExpertsOps:
         for expert in picks.unique().tolist():
             if expert >= 0:
                 rows = (picks == expert).nonzero()[:, 0]
-                out[rows] = self._product(x[rows], stack, expert, None if bias is None else bias[expert])
+                out[rows] = stack.grouped.product(x[rows], stack, expert, None if bias is None else bias[expert])
         return out
 
     def _runs(self, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None,
               runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """The products of rows that are sorted by expert; `runs`: (expert, its first row, their end). Nobody's are zeros."""
-        return torch.cat([x.new_empty(0, stack.n), *(x.new_zeros(end - first, stack.n) if expert < 0 else self._product(
-            x[first:end], stack, expert, None if bias is None else bias[expert]) for expert, first, end in runs)])
+        return torch.cat([x.new_empty(0, stack.n), *(
+            x.new_zeros(end - first, stack.n) if expert < 0 else
+            stack.grouped.product(x[first:end], stack, expert, None if bias is None else bias[expert])
+            for expert, first, end in runs)])
 
-    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        """Rows times one matrix of a stack that this implementation has packed."""
+        if isinstance(stack, Loose):
+            return stack.each[expert].ops.apply(x, stack.each[expert], bias)
         return F.linear(x, stack.data[expert], bias)
 
-
-class LooseExperts(ExpertsOps):
-    """One product after another by the operation `linear`: any scheme that has a kernel there, only picked experts are read."""
-
-    def _product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
-        assert isinstance(stack, Loose)
-        weight = stack.each[expert]
-        return weight.ops.apply(x, weight, bias)
-
-
-LOOSE = LooseExperts()
 
 _AT_ONCE = 256
 """Picks of which `changed` computes at a time: their adapters' matrices are gathered."""

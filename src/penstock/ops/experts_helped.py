@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.ops import gpu, registry
-from penstock.ops.cpu import CpuExperts
+from penstock.ops.cpu import STORED, CpuExperts
 from penstock.platform.facts import detect
 
 LOG = logging.getLogger("penstock")
 
 TOKENS, PICKS = 64, 1024
-"""The most of a step that the CPU helps with: in longer ones each expert has many tokens, which is the GPU's work."""
+"""The most of a step that the CPU helps with: in longer ones each expert has many tokens, the GPU's work. 0: of none."""
 _TRIES = 8
 
 
@@ -97,7 +97,7 @@ class Helper:
         """Runs the CPU's kernel behind what the current stream has: at once where there are no streams."""
         if (tokens, count) not in layer.calls:
             picks = self._picks[:tokens * count].view(tokens, count)
-            told = self._ops.told(self._x[:tokens], picks, self._weights, self._found, *layer.matrices, stored=True)
+            told = self._ops.told(self._x[:tokens], picks, self._weights, self._found, *layer.matrices, form=STORED)
             layer.calls[tokens, count] = ctypes.create_string_buffer(told, len(told))
         call = layer.calls[tokens, count]
         if self._stream is None:
@@ -114,12 +114,13 @@ class Helper:
         device, missing = layer.missing.device, layer.missing.tolist()
         groups = [missing[at:at + 4] for at in range(0, len(missing), 4)][:_TRIES]
         wanted = [torch.tensor([group], dtype=torch.int32, device=device) for group in groups]
-        x, found, weights = torch.randn(self._x[:8].shape).to(self._x.dtype), torch.empty_like(self._found), torch.ones(8)
+        x = torch.randn(8, self._x.shape[1]).to(self._x.dtype)
+        found, weights = torch.empty(x.shape), torch.ones(8)
         there, none, ones = x[:1].to(device), torch.full((1, 8), -1, dtype=torch.int32, device=device), weights[None].to(device)
 
         def computed(experts: list[list[int]]) -> float:
             picks = torch.tensor(experts, dtype=torch.int32)
-            told = self._ops.told(x[:len(picks)], picks, weights, found, *layer.matrices, stored=True)
+            told = self._ops.told(x[:len(picks)], picks, weights, found, *layer.matrices, form=STORED)
             begin = time.perf_counter()
             self._ops.run(told)
             return (time.perf_counter() - begin) * 1e6
@@ -156,7 +157,9 @@ class Helper:
 
 
 def helper(width: int, dtype: torch.dtype, device: torch.device) -> Helper | None:
-    """None where the CPU has no kernel for such experts."""
+    """None where the CPU has no kernel for such experts, or is to help with no step."""
+    if not min(TOKENS, PICKS):
+        return None
     facts = detect("cpu")
     for one in reversed(registry.implementations("experts")):
         if isinstance(one.call, CpuExperts) and one.refusal(facts, dtype) is None:

@@ -62,7 +62,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_set_threads": (None, "i"), "penstock_threads": (ctypes.c_int64, ""),
         "penstock_packed_size": (ctypes.c_int64, "iii"), "penstock_pack": (None, "ppiiiii"),
         "penstock_linear": (None, "pipppiiiii"), "penstock_coded_pack": (ctypes.c_int64, "piiiiiiip"),
-        "penstock_coded": (None, "b"), "penstock_coded_turn": (None, "piip"), "penstock_gather": (ctypes.c_int64, "pipiipi"),
+        "penstock_coded": (None, "bi"), "penstock_coded_turn": (None, "piip"), "penstock_gather": (ctypes.c_int64, "pipiipi"),
         "penstock_rms_norm": (None, "pppiiiiiddii"), "penstock_add_rms_norm": (None, "ppppiiiiddii"),
         "penstock_layer_norm": (None, "ppppiiidii"), "penstock_rope_write": (None, "bddi"),
         "penstock_cache_write": (None, "bi"), "penstock_activation": (None, "pipiiiii"),

@@ -51,9 +51,11 @@ def route(logits, correction, picks, weights, counts, live, experts: tl.constexp
     found = tl.zeros((slots,), tl.int32)
     value = tl.full((slots,), float("-inf") if score == "softmax_after" else 0.0, tl.float32)
     for i in tl.static_range(count):
-        best = tl.argmax(ranked, 0)
+        most, best = tl.max(ranked, 0, return_indices=True)
+        if correction is not None or groups > 1:
+            most = tl.sum(tl.where(expert == best, scores, 0.0), 0)
         found = tl.where(slot == i, best, found)
-        value = tl.where(slot == i, tl.sum(tl.where(expert == best, scores, 0.0), 0), value)
+        value = tl.where(slot == i, most, value)
         ranked = tl.where(expert == best, float("-inf"), ranked)
     if score == "softmax_after":
         value = tl.exp(value - tl.max(value, 0))

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from penstock.core.state import DTYPE_BYTES
-from penstock.ops.experts import LOOSE, Loose, Stack
+from penstock.ops.experts import Stack
 from penstock.ops.linear import Weight, rows_of
 from penstock.ops.registry import Kernels
 from penstock.quant.decoding import Decoding
@@ -132,7 +132,7 @@ def _pack_stack(scheme: Scheme, stack: int, shape: tuple[int, ...], parts: Mappi
     each = [rows_of(scheme, parts, shape, dtype, i * n, (i + 1) * n) for i in range(stack)]
     device = next(iter(parts.values())).device
     if device.type == "cpu":
-        return Loose([pack(scheme, (n, k), one, dtype, kernels) for one in each], dtype, LOOSE)
+        return kernels.experts.pack_each([pack(scheme, (n, k), one, dtype, kernels) for one in each], dtype)
     whole = torch.empty(stack, n, k, dtype=dtype, device=device)
     for matrix, one in zip(whole, each, strict=True):
         matrix.copy_(scheme.decode(one, dtype))

@@ -13,6 +13,7 @@
 #endif
 
 #include <algorithm>
+#include <vector>
 
 #include "coded.h"
 #include "dtypes.h"
@@ -338,24 +339,34 @@ void round_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, const float* f
     });
 }
 
-// Adds bias and stores; a task is some panels times all rows of a pass.
+// Products of matrices of one shape, up to PASS rows at a time, as one job of the pool. A task is some panels of a matrix times
+// its rows of a pass; adds bias and stores.
 template <class T, class Out>
-void product(const T* x, int64_t ldx, const Matrix& m, int64_t bits, int64_t kind, const float* fixed, const T* bias, Out* out,
-             int64_t rows) {
-    const int64_t blocks = (m.k + BLOCK - 1) / BLOCK, panels = (m.n + PANEL - 1) / PANEL;
+void product(const CodedCall* calls, int64_t number) {
+    const int64_t n = calls->matrix.n, k = calls->matrix.k, bits = calls->bits, kind = calls->kind;
+    const int64_t blocks = (k + BLOCK - 1) / BLOCK, panels = (n + PANEL - 1) / PANEL;
     const int64_t padded = blocks * BLOCK, panel_bytes = panels ? padded * PANEL * bits / 8 : 1;
-    for (int64_t at = 0; at < rows; at += PASS) {
-        const int64_t count = std::min(PASS, rows - at);
-        char* memory = (char*)pool::scratch(0, count * (padded + blocks * 12) + HEIGHT * padded + 64);
-        Rows packed{(int8_t*)(memory + count * blocks * 12), (float*)memory, (int32_t*)(memory + count * blocks * 4), padded, blocks};
-        round_rows(x + at * ldx, ldx, count, m.k, fixed, packed);
-        const bool many = count >= FEWEST && allowed(kind);
-        const int64_t tiles = (count + TALLEST - 1) / TALLEST, taller = many ? count : count % tiles;
-        const int64_t height = many ? HEIGHT - 1 : count / tiles;
-        const int64_t group = std::max<int64_t>(1, std::min(TASK / panel_bytes, panels / (4 * pool::threads())));
-        const Tile tall = many ? highest(kind) : find(bits, kind, (int)std::min<int64_t>(TALLEST, height + 1));
-        const Tile low = many ? tall : find(bits, kind, (int)height);
-        pool::parallel_if(count * m.n * m.k > 400000, (panels + group - 1) / group, [&](int64_t task) {
+    const int64_t group = std::max<int64_t>(1, std::min(TASK / panel_bytes, panels / (4 * pool::threads())));
+    const int64_t tasks = (panels + group - 1) / group;
+    struct Part {
+        const CodedCall* call;
+        int64_t at, count;
+        Rows packed;
+    };
+    std::vector<Part> parts;
+    int64_t rows = 0;
+    for (int64_t i = 0; i < number; i++) rows = std::min(PASS, rows + calls[i].rows);
+    char* memory = (char*)pool::scratch(0, rows * (padded + blocks * 12) + HEIGHT * padded + 64);
+    rows = 0;
+    auto run = [&] {
+        pool::parallel_if(rows * n * k > 400000, tasks * (int64_t)parts.size(), [&](int64_t place) {
+            const auto& [call, at, count, packed] = parts[place / tasks];
+            const Matrix& m = call->matrix;
+            const bool many = count >= FEWEST && allowed(kind);
+            const int64_t task = place % tasks, tiles = (count + TALLEST - 1) / TALLEST;
+            const int64_t taller = many ? count : count % tiles, height = many ? HEIGHT - 1 : count / tiles;
+            const Tile tall = many ? highest(kind) : find(bits, kind, (int)std::min<int64_t>(TALLEST, height + 1));
+            const Tile low = many ? tall : find(bits, kind, (int)height);
             alignas(64) float sums[std::max<int64_t>(HEIGHT, TALLEST) * PANEL];
             for (int64_t p = task * group; p < std::min(panels, (task + 1) * group); p++) {
                 if (many) begin(m, p, blocks, bits);
@@ -364,17 +375,29 @@ void product(const T* x, int64_t ldx, const Matrix& m, int64_t bits, int64_t kin
                     (t < taller ? tall : low)(packed, row, m, p, sums);
                     for (int64_t r = 0; r < here; r++)
                         for (int i = 0; i < PANEL; i += VW) {
-                            const int64_t column = p * PANEL + i, left = m.n - column;
+                            const int64_t column = p * PANEL + i, left = n - column;
                             if (left <= 0) break;
                             vf y = load(sums + r * PANEL + i);
                             if (m.gains) y *= load_upto(m.gains + column, left);
-                            if (bias) y += load_upto(bias + column, left);
-                            store_upto(out + (at + row + r) * m.n + column, y, left);
+                            if (call->bias) y += load_upto((const T*)call->bias + column, left);
+                            store_upto((Out*)call->out + (at + row + r) * n + column, y, left);
                         }
                 }
             }
         });
-    }
+        parts.clear();
+        rows = 0;
+    };
+    for (const CodedCall* c = calls; c < calls + number; c++)
+        for (int64_t at = 0, count; at < c->rows; at += count) {
+            count = std::min(PASS - rows, c->rows - at);
+            char* own = memory + rows * (padded + blocks * 12);
+            const Rows packed{(int8_t*)(own + count * blocks * 12), (float*)own, (int32_t*)(own + count * blocks * 4), padded, blocks};
+            round_rows((const T*)c->x + at * c->ldx, c->ldx, count, k, c->fixed, packed);
+            parts.push_back({c, at, count, packed});
+            if ((rows += count) == PASS) run();
+        }
+    if (rows) run();
 }
 
 // The order of the 32 codes of a block of columns in a row: a byte each; as pairs, the first low; the first half low
@@ -466,14 +489,13 @@ EXPORT void penstock_coded_turn(const uint32_t* words, int64_t k, int64_t wide, 
     });
 }
 
-EXPORT void penstock_coded(const CodedCall* call) {
-    const CodedCall& c = *call;
-    if (c.kind == KIND_FP8) return fp8_product(c);
-    by_dtype(c.dtype & 255, [&](auto type) {
+EXPORT void penstock_coded(const CodedCall* calls, int64_t number) {
+    if (calls->kind == KIND_FP8) {
+        for (int64_t i = 0; i < number; i++) fp8_product(calls[i]);
+        return;
+    }
+    by_dtype(calls->dtype & 255, [&](auto type) {
         using T = decltype(type);
-        if (c.dtype & 256)
-            product((const T*)c.x, c.ldx, c.matrix, c.bits, c.kind, c.fixed, (const T*)c.bias, (float*)c.out, c.rows);
-        else
-            product((const T*)c.x, c.ldx, c.matrix, c.bits, c.kind, c.fixed, (const T*)c.bias, (T*)c.out, c.rows);
+        calls->dtype & 256 ? product<T, float>(calls, number) : product<T, T>(calls, number);
     });
 }

@@ -22,5 +22,8 @@ struct CodedCall {
     int64_t rows, dtype;  // dtype + 256: float32 results
 };
 
+// Products of `number` matrices of one shape and scheme, each with rows of its own.
+extern "C" __attribute__((visibility("default"))) void penstock_coded(const CodedCall* calls, int64_t number);
+
 // In linear.cpp: of FP8 weights.
 void fp8_product(const CodedCall& c);

@@ -1,14 +1,16 @@
 // Mixtures of experts: each token's picked feed-forward networks, weighted and summed (ops/experts.py).
 //
 // Picks are sorted by expert. The two matrices of a picked expert are multiplied by the rows of all tokens that picked it, so
-// they are read once; experts without picks are not read. The GEMMs are those of linear.cpp, whose bits depend on a row alone, or
-// those of products.h with matrices as they are stored (of a GPU's experts in host memory). A token's results are summed in the order
-// of its picks.
+// they are read once; experts without picks are not read. The GEMMs are those of linear.cpp, whose bits depend on a row alone,
+// those of products.h with matrices as they are stored (of a GPU's experts in host memory), or those of coded.cpp, in which the
+// threads meet once for all experts. A token's results are summed in the order of its picks.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "activate.h"
+#include "coded.h"
 #include "dtypes.h"
 #include "pool.h"
 #include "products.h"
@@ -22,16 +24,19 @@ namespace {
 constexpr int64_t TOKENS = 512;  // of a pass: bounds the memory of results, and leaves enough rows to each expert
 constexpr int64_t WORTH = 8192;  // elements from which on the thread pool is used
 
+// Matrices lie one expert behind the other: packed (linear.cpp), as they are stored, [n, k], or as a CodedCall of each.
+enum Form : int64_t { PACKED, STORED, CODED };
+
 struct Arguments {
     const void* x;
     int64_t ldx;
     const int32_t* picks;  // [tokens, count]; -1 is nobody
     const float* weights;
-    const void *up, *down;  // one expert behind the other
+    const void *up, *down;
     const void *up_bias, *down_bias;
     void* out;
     int64_t tokens, count, experts, width, inner, kind, inward;
-    int64_t stored;  // matrices are [n, k], not packed, and `out` is f32
+    int64_t form;  // of the matrices; STORED: `out` is f32
     double alpha, limit, shift;
     int64_t dtype;
 };
@@ -88,8 +93,6 @@ struct Pass {
 
     const Glu glu{(float)a.alpha, (float)a.limit, (float)a.shift};
     const int64_t total = tokens * a.count;
-    const int64_t up_size = a.stored ? 2 * a.inner * a.width : penstock_packed_size(2 * a.inner, a.width, a.dtype);
-    const int64_t down_size = a.stored ? a.width * a.inner : penstock_packed_size(a.width, a.inner, a.dtype);
     const int32_t* const picks = a.picks + first * a.count;
     const float* const weights = a.weights + first * a.count;
 
@@ -101,41 +104,49 @@ struct Pass {
         std::vector<int64_t> next(starts.begin(), starts.end() - 1);
         for (int64_t i = 0; i < total; i++)
             if (picks[i] >= 0) order[place[i] = next[picks[i]]++] = i;
-        int64_t most = 0;
-        for (int64_t e = 0; e < a.experts; e++) most = std::max(most, starts[e + 1] - starts[e]);
-        T* inputs = (T*)pool::scratch(6, most * (a.width + 3 * a.inner) * sizeof(T));
-        float* results = (float*)pool::scratch(7, std::max<int64_t>(1, total * a.width) * sizeof(float));
-        for (int64_t e = 0; e < a.experts; e++)
-            if (starts[e + 1] > starts[e])
-                expert(e, order.data() + starts[e], starts[e + 1] - starts[e], inputs, results + starts[e] * a.width);
-        sum(place.data(), results);
-    }
-
-    // Results [rows, width] in f32 of the picks `mine` of one expert.
-    void expert(int64_t e, const int64_t* mine, int64_t rows, T* inputs, float* results) const {
-        T *both = inputs + rows * a.width, *inner = both + rows * 2 * a.inner;
-        pool::parallel_if(rows * a.width > WORTH, rows, [&](int64_t r) {
-            const T* from = (const T*)a.x + (first + mine[r] / a.count) * a.ldx;
+        const int64_t live = starts[a.experts];
+        T* inputs = (T*)pool::scratch(6, std::max<int64_t>(1, live * (a.width + 3 * a.inner)) * sizeof(T));
+        T *both = inputs + live * a.width, *inner = both + live * 2 * a.inner;
+        float* results = (float*)pool::scratch(7, std::max<int64_t>(1, live * a.width) * sizeof(float));
+        pool::parallel_if(live * a.width > WORTH, live, [&](int64_t r) {
+            const T* from = (const T*)a.x + (first + order[r] / a.count) * a.ldx;
             T* to = inputs + r * a.width;
             if (!a.inward) {
                 std::copy(from, from + a.width, to);
                 return;
             }
             for (int64_t i = 0; i < a.width; i += VW)
-                store_upto(to + i, load_upto(from + i, a.width - i) * weights[mine[r]], a.width - i);
+                store_upto(to + i, load_upto(from + i, a.width - i) * weights[order[r]], a.width - i);
         });
-        const T *up = (const T*)a.up + e * up_size, *down = (const T*)a.down + e * down_size;
-        const T* up_bias = a.up_bias ? (const T*)a.up_bias + e * 2 * a.inner : nullptr;
-        const T* down_bias = a.down_bias ? (const T*)a.down_bias + e * a.width : nullptr;
-        if (a.stored)
-            stored_product(inputs, up, up_bias, both, rows, 2 * a.inner, a.width);
-        else
-            penstock_linear(inputs, a.width, up, up_bias, both, rows, 2 * a.inner, a.width, a.dtype, 0);
-        glu_rows<T, KIND>(both, inner, rows, a.inner, glu);
-        if (a.stored)
-            stored_product(inner, down, down_bias, results, rows, a.width, a.inner);
-        else
-            penstock_linear(inner, a.inner, down, down_bias, results, rows, a.width, a.inner, a.dtype, 1);
+        multiply(starts, inputs, a.up, a.up_bias, both, 2 * a.inner, a.width);
+        glu_rows<T, KIND>(both, inner, live, a.inner, glu);
+        multiply(starts, inner, a.down, a.down_bias, results, a.width, a.inner);
+        sum(place.data(), results);
+    }
+
+    // Rows of x, sorted by expert, times their experts' matrices [n, k], plus biases.
+    template <class O>
+    void multiply(const std::vector<int64_t>& starts, const T* x, const void* stack, const void* biases, O* out, int64_t n,
+                  int64_t k) const {
+        constexpr int64_t wide = !std::is_same_v<T, O>;
+        std::vector<CodedCall> calls;
+        for (int64_t e = 0; e < a.experts; e++) {
+            const int64_t at = starts[e], rows = starts[e + 1] - at;
+            if (!rows) continue;
+            const T *matrices = (const T*)stack, *bias = biases ? (const T*)biases + e * n : nullptr;
+            if (a.form == PACKED) {
+                const T* matrix = matrices + e * penstock_packed_size(n, k, a.dtype);
+                penstock_linear(x + at * k, k, matrix, bias, out + at * n, rows, n, k, a.dtype, wide);
+            } else if (a.form == STORED) {
+                stored_product(x + at * k, matrices + e * n * k, bias, out + at * n, rows, n, k);
+            } else {
+                CodedCall call = ((const CodedCall*)stack)[e];
+                call.x = x + at * k, call.ldx = k, call.bias = bias, call.out = out + at * n;
+                call.rows = rows, call.dtype = a.dtype | wide << 8;
+                calls.push_back(call);
+            }
+        }
+        if (!calls.empty()) penstock_coded(calls.data(), (int64_t)calls.size());
     }
 
     void sum(const int64_t* place, const float* results) const {
@@ -148,7 +159,7 @@ struct Pass {
                         const vf found = load_upto(results + place[k] * a.width + i, a.width - i);
                         total_of = a.inward ? total_of + found : fma(found, set1(weights[k]), total_of);
                     }
-                if (a.stored)
+                if (a.form == STORED)
                     store_upto((float*)a.out + to + i, total_of, a.width - i);
                 else
                     store_upto((T*)a.out + to + i, total_of, a.width - i);
