@@ -36,14 +36,6 @@ def layer_norm(config: Config, name: str = "layer_norm_eps", *, bias: bool = Tru
     return LayerNormSpec(config.number(name, 1e-5), bias, offset=offset)
 
 
-def even_heads(config: Config) -> tuple[int, int, int]:
-    """(width, heads, head size) where the width is shared evenly among the heads."""
-    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    if width % heads:
-        raise config.wrong("hidden_size", f"a multiple of the number of heads ({heads})")
-    return width, heads, width // heads
-
-
 def slopes(heads: int, most: int = 8) -> tuple[float, ...]:
     """ALiBi's (Press et al. 2022): 2^(-most i / n) for i from 1 on, where n is the power of two from `heads` up; if heads are
     fewer, every second one first."""
@@ -53,15 +45,16 @@ def slopes(heads: int, most: int = 8) -> tuple[float, ...]:
 
 
 def attention(config: Config, *, rope: RopeSpec | None, window: int = 0, scale: float | None = None, softcap: float = 0.0,
-              norm: QueryKeyNorm | None = None, bias: bool = False, output_bias: bool | None = None) -> AttentionSpec:
+              norm: QueryKeyNorm | None = None, bias: bool = False, output_bias: bool | None = None,
+              **more: Any) -> AttentionSpec:
     """By `num_attention_heads`, `num_key_value_heads`, `head_dim`. Unless given, the scale is 1 / sqrt(head size) and the
-    output has a bias if the rest has."""
+    output has a bias if the rest has. `more`: other fields."""
     heads, size = config.integer("num_attention_heads"), head_size(config)
     kv_heads = config.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     return AttentionSpec(config.integer("hidden_size"), heads, kv_heads, size, size**-0.5 if scale is None else scale, rope,
-                         window, softcap, norm, bias, bias if output_bias is None else output_bias)
+                         window, softcap, norm, bias, bias if output_bias is None else output_bias, **more)
 
 
 def latent_attention(config: Config, rope: RopeSpec, *, eps: float = 1e-6) -> LatentAttentionSpec:

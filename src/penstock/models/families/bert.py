@@ -57,15 +57,14 @@ def spec(config: Config, *, theta: float = 0.0, sloped: bool = False, gated: boo
     kind = "rotary" if theta else "alibi" if sloped else "absolute"
     if config.values.get("position_embedding_type", kind) != kind:
         raise config.wrong("position_embedding_type", kind)
-    width, heads, size = parts.even_heads(config)
     norm, types = parts.layer_norm(config), config.integer("type_vocab_size", least=0)
     positions = config.integer("max_position_embeddings")
-    attention = family.AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
+    attention = parts.attention(config, rope=None, bias=bias, causal=False)
     embedding = EmbeddingSpec(norm=norm, types=types, second=config.integer("vocab_size") if types > 1 else 0)
     if theta:
-        attention = replace(attention, rope=rope(config, size, theta=theta))
+        attention = replace(attention, rope=rope(config, attention.head_size, theta=theta))
     elif sloped:
-        attention = replace(attention, slopes=parts.slopes(heads))
+        attention = replace(attention, slopes=parts.slopes(attention.heads))
     else:
         # RoBERTa's positions begin behind that of padding.
         first = 0 if config.values.get("model_type", "bert") == "bert" else config.integer("pad_token_id", 1, least=0) + 1

@@ -1,6 +1,6 @@
 """BLOOM: ALiBi, a norm behind the embedding, LayerNorms and biases throughout."""
 
-from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, MLPSpec, ModelSpec, Rule, interleaved, parts
+from penstock.models.family import Config, EmbeddingSpec, MLPSpec, ModelSpec, Rule, interleaved, parts
 
 ARCHITECTURES = ("BloomForCausalLM",)
 MODEL_TYPES = ("bloom",)
@@ -21,8 +21,7 @@ LENGTH = 1 << 20
 def spec(config: Config) -> ModelSpec:
     config.absent("apply_residual_connection_post_layernorm")
     config = config.renamed(n_embed="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
-    width, heads, size = parts.even_heads(config)
-    norm = parts.layer_norm(config, "layer_norm_epsilon")
-    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=True, output_bias=True, slopes=parts.slopes(heads))
+    width, norm = config.integer("hidden_size"), parts.layer_norm(config, "layer_norm_epsilon")
+    attention = parts.attention(config, rope=None, bias=True, slopes=parts.slopes(config.integer("num_attention_heads")))
     return parts.layered(config, attention, MLPSpec(width, 4 * width, "gelu_tanh", gated=False, bias=True), norm,
                          embedding=EmbeddingSpec(norm=norm), max_positions=config.integer("seq_length", LENGTH))

@@ -24,8 +24,7 @@ RULES = (
 def routing(config: Config) -> Routing:
     """V3's router (sigmoid with a correction), or V2's (softmax)."""
     found = parts.sigmoid_routing(config)
-    architectures, kind = config.values.get("architectures", ()), config.values.get("model_type")
-    if "DeepseekV2ForCausalLM" not in architectures and kind != "deepseek_v2":
+    if not config.named("DeepseekV2ForCausalLM", "deepseek_v2"):
         return found
     config.absent("norm_topk_prob")
     if config.choice("topk_method", {"greedy": "", "group_limited_greedy": "limited"}) == "":

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.models.family import AttentionSpec, Config, ModelSpec, Rule, by_group, parts, rope
+from penstock.models.family import Config, ModelSpec, Rule, by_group, parts, rope
 
 ARCHITECTURES = ("FalconForCausalLM", "RWForCausalLM")
 MODEL_TYPES = ("falcon", "RefinedWeb", "RefinedWebModel")
@@ -30,13 +30,12 @@ def _kv_heads(config: Config, heads: int, new: bool) -> int:
 
 
 def spec(config: Config) -> ModelSpec:
-    width, heads, size = parts.even_heads(config)
+    heads, size = config.integer("num_attention_heads"), parts.head_size(config)
     new, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
     alibi = config.flag("alibi", False)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
-    attention = AttentionSpec(
-        width, heads, _kv_heads(config, heads, new), size, size**-0.5, None if alibi else rope(config, size), bias=bias,
-        output_bias=bias, slopes=_slopes(heads, size) if alibi else ())
+    attention = parts.attention(config.changed(num_key_value_heads=_kv_heads(config, heads, new)), bias=bias,
+                                rope=None if alibi else rope(config, size), slopes=_slopes(heads, size) if alibi else ())
     mlp = parts.plain_mlp(config, activation="activation", inner="ffn_hidden_size", multiple=4, bias=bias)
     beside = new and config.integer("num_ln_in_parallel_attn", 2) == 2
     return parts.layered(config, attention, mlp, norm, beside=beside,

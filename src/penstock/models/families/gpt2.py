@@ -40,11 +40,11 @@ def spec(config: Config, *, joined: bool = False) -> ModelSpec:
     """`joined`: all query heads share one key and value, unless the config says otherwise."""
     config = _renamed(config)
     config.absent("add_cross_attention")
-    width, heads, size = parts.even_heads(config)
-    scale = size**-0.5 if config.flag("scale_attn_weights", True) else 1.0
+    scale = parts.head_size(config) ** -0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = not joined and config.flag("scale_attn_by_inverse_layer_idx", False)
-    kv_heads = 1 if joined and config.flag("multi_query", True) else heads
-    attentions = [AttentionSpec(width, heads, kv_heads, size, scale / (layer if by_layer else 1), bias=True, output_bias=True)
+    if joined and config.flag("multi_query", True):
+        config = config.changed(num_key_value_heads=1)
+    attentions = [parts.attention(config, rope=None, scale=scale / (layer if by_layer else 1), bias=True)
                   for layer in range(1, 1 + config.integer("num_hidden_layers"))]
     return _with_positions(config, attentions, config.integer("n_positions"))
 
@@ -62,23 +62,22 @@ def _with_positions(config: Config, attentions: list[AttentionSpec], positions: 
 def neo(config: Config) -> ModelSpec:
     """Scores have no scale; some layers have a window, by attention_types: [[[kind, ...], repetitions], ...]."""
     config = config.renamed(num_heads="num_attention_heads", num_layers="num_hidden_layers", intermediate_size="n_inner")
-    (width, heads, size), layers = parts.even_heads(config), config.integer("num_hidden_layers")
+    layers = config.integer("num_hidden_layers")
     given = config.values.get("attention_types") or [[["global", "local"], layers // 2]]
     windows = [config.integer("window_size", 256) if kind == "local" else 0
                for kinds, times in given for _ in range(times) for kind in kinds]
     if len(windows) != layers:
         raise config.wrong("attention_types", f"kinds for {layers} layers")
-    attention = AttentionSpec(width, heads, heads, size, 1.0, output_bias=True)
+    attention = parts.attention(config, rope=None, scale=1.0, output_bias=True)
     return _with_positions(config, parts.sliding(attention, windows), config.integer("max_position_embeddings"))
 
 
 def j(config: Config) -> ModelSpec:
     """Branches side by side with one norm, interleaved partial rotation, a head with bias."""
     config = _renamed(config)
-    width, heads, size = parts.even_heads(config)
-    turn = RopeSpec(10000.0, config.nullable_integer("rotary_dim", 64) or size, interleaved=True)
+    turn = RopeSpec(10000.0, config.nullable_integer("rotary_dim", 64) or parts.head_size(config), interleaved=True)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
-    return parts.layered(config, AttentionSpec(width, heads, heads, size, size**-0.5, turn), mlp,
+    return parts.layered(config, parts.attention(config, rope=turn), mlp,
                          parts.layer_norm(config, "layer_norm_epsilon"), same=True, max_positions=config.integer("n_positions"),
                          head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True))
 

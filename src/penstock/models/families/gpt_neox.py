@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: attention and feed-forward side by side, partial rotation, LayerNorms and biases throughout."""
 
-from penstock.models.family import AttentionSpec, Config, ModelSpec, Rule, interleaved, parts, rope
+from penstock.models.family import Config, ModelSpec, Rule, interleaved, parts, rope
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
 MODEL_TYPES = ("gpt_neox",)
@@ -19,9 +19,8 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    width, heads, size = parts.even_heads(config)
     bias, norm = config.flag("attention_bias", True), parts.layer_norm(config)
-    turn = rope(config, size, theta=config.number("rotary_emb_base", 10000.0), fraction=config.number("rotary_pct", 0.25))
-    attention = AttentionSpec(width, heads, heads, size, size**-0.5, turn, bias=bias, output_bias=bias)
-    return parts.layered(config, attention, parts.plain_mlp(config, bias=True), norm,
+    turn = rope(config, parts.head_size(config), theta=config.number("rotary_emb_base", 10000.0),
+                fraction=config.number("rotary_pct", 0.25))
+    return parts.layered(config, parts.attention(config, rope=turn, bias=bias), parts.plain_mlp(config, bias=True), norm,
                          beside=config.flag("use_parallel_residual", True))

@@ -9,12 +9,10 @@ ARCHITECTURES = ("HunYuanMoEV1ForCausalLM",)
 MODEL_TYPES = ("hunyuan_v1_moe",)
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 RULES = (
-    *Rule.named("model.layers.#.", {"self_attn.query_layernorm.weight": "attention.q_norm.weight",
-        "self_attn.key_layernorm.weight": "attention.k_norm.weight", "mlp.gate.wg.weight": "mlp.router.weight",
-        "mlp.shared_mlp.gate_proj.*": "mlp.shared.gate.*", "mlp.shared_mlp.up_proj.*": "mlp.shared.up.*",
-        "mlp.shared_mlp.down_proj.*": "mlp.shared.down.*"}),
+    *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", "shared_mlp.gate_proj.*": "mlp.shared.gate.*",
+        "shared_mlp.up_proj.*": "mlp.shared.up.*", "shared_mlp.down_proj.*": "mlp.shared.down.*"}),
     *rules.EXPERTS,
-    *rules.LLAMA,
+    *llama.HUNYUAN,
 )
 
 

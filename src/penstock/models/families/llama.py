@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from penstock.models import family
-from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, RopeSpec, Rule, flat, parts, rope, rules
+from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, RopeSpec, Rule, parts, rope, rules
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
@@ -51,15 +51,58 @@ def ministral3(config: Config) -> ModelSpec:
                 attends={"growth": (float(beta), int(original))} if beta else {})
 
 
+def persimmon(config: Config) -> ModelSpec:
+    """Squared ReLUs; queries, keys and values are stored by head."""
+    return spec(config, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=25000.0, fraction=0.5,
+                normed="before" if config.flag("qk_layernorm", True) else "")
+
+
+def stablelm(config: Config) -> ModelSpec:
+    """LayerNorms and partial rotation, perhaps parallel branches and a norm of its own for each head."""
+    normed = QueryKeyNorm(parts.layer_norm(config, bias=False), own=True) if config.flag("qk_layernorm", False) else None
+    return spec(config.changed(attention_bias=config.flag("use_qkv_bias", False), attention_out_bias=False),
+                norm=parts.layer_norm, fraction=0.25, attends={"norm": normed},
+                same=config.flag("use_parallel_residual", False))
+
+
+def internlm(config: Config) -> ModelSpec:
+    """InternLM 2 stores queries, keys and values of each group of heads together."""
+    whole = next((config.flag(name, False) for name in ("bias", "mlp_bias") if name in config.values), False)
+    bias = next((config.flag(name, False) for name in ("qkv_bias", "attention_bias") if name in config.values), whole)
+    return spec(config.changed(attention_bias=bias, attention_out_bias=whole,
+                               mlp_bias=whole and config.named("InternLM3ForCausalLM", "internlm3")))
+
+
 APERTUS = (
     *Rule.named("model.layers.#.", {"attention_layernorm.weight": "attention.pre.weight",
-        "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", flat)}),
+        "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", rules.flat)}),
     *rules.EMBEDDING, *rules.ATTENTION, *rules.MLP,
 )
 HUNYUAN = (
     Rule("model.layers.#.self_attn.query_layernorm.weight", "blocks.#.attention.q_norm.weight"),
     Rule("model.layers.#.self_attn.key_layernorm.weight", "blocks.#.attention.k_norm.weight"),
     *rules.LLAMA,
+)
+INTERNLM = (
+    *rules.LLAMA,
+    Rule("model.tok_embeddings.weight", "embedding.weight"),
+    Rule("output.weight", "head.weight"),
+    *Rule.named("model.layers.#.", {"attention.wqkv.*": ("attention.qkv.*", rules.by_group), "attention.wo.*": "attention.o.*",
+        "attention_norm.weight": "attention.pre.weight", "feed_forward.w1.*": "mlp.gate.*", "feed_forward.w3.*": "mlp.up.*",
+        "feed_forward.w2.*": "mlp.down.*", "ffn_norm.weight": "mlp.pre.weight"}),
+)
+PERSIMMON = (
+    *Rule.named("model.layers.#.", {"self_attn.query_key_value.*": ("attention.qkv.*", rules.interleaved),
+        "self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
+        "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.dense_h_to_4h.*": "mlp.up.*",
+        "mlp.dense_4h_to_h.*": "mlp.down.*"}),
+    Rule("model.final_layernorm.*", "norm.*"),
+    *rules.LAYER_NORM_LLAMA,
+)
+STABLELM = (
+    Rule("model.layers.#.self_attn.q_layernorm.norms.*.weight", "blocks.#.attention.q_norm.*.weight"),
+    Rule("model.layers.#.self_attn.k_layernorm.norms.*.weight", "blocks.#.attention.k_norm.*.weight"),
+    *rules.LAYER_NORM_LLAMA,
 )
 STARCODER2 = (
     *Rule.named("model.layers.#.", {"mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}),
@@ -82,6 +125,8 @@ LIKE = (
          partial(spec, theta=100000.0, interleaved=True)),
     Like(("HunYuanDenseV1ForCausalLM",), ("hunyuan_v1_dense",),
          {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, partial(spec, normed="after"), HUNYUAN),
+    Like(("InternLM2ForCausalLM", "InternLM3ForCausalLM"), ("internlm2", "internlm3"),
+         {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}, internlm, INTERNLM),
     Like(("Jais2ForCausalLM",), ("jais2",),
          {"hidden_act": "relu2", "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
          partial(spec, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=500000.0), rules.LAYER_NORM_LLAMA),
@@ -96,9 +141,14 @@ LIKE = (
          rules.LAYER_NORM_LLAMA),
     Like(("OlmoForCausalLM",), ("olmo",), DEFAULTS,
          partial(spec, norm=lambda _config: family.LayerNormSpec(1e-5, bias=False, weight=False))),
+    Like(("PersimmonForCausalLM",), ("persimmon",),
+         {"hidden_act": "relu2", "max_position_embeddings": 16384, "attention_bias": True, "mlp_bias": True}, persimmon,
+         PERSIMMON),
     Like(("SeedOssForCausalLM",), ("seed_oss",),
          {"hidden_act": "silu", "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128,
           "attention_bias": True, "attention_out_bias": False}, spec),
+    Like(("StableLmForCausalLM", "StableLMEpochForCausalLM"), ("stablelm", "stablelm_epoch"),
+         {"hidden_act": "silu", "max_position_embeddings": 4096}, stablelm, STABLELM),
     Like(("Starcoder2ForCausalLM",), ("starcoder2",),
          {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096, "num_key_value_heads": 2,
           "tie_word_embeddings": True},

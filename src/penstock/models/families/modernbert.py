@@ -1,7 +1,5 @@
 """ModernBERT: an encoder that rotates, gates and norms first. Two layers of three see only what is near on either side."""
 
-from dataclasses import replace
-
 from penstock.models import family
 from penstock.models.family import BlockSpec, BranchSpec, Config, EmbeddingSpec, HeadSpec, ModelSpec, Rule, parts, rope
 
@@ -25,13 +23,12 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    width, heads, size = parts.even_heads(config)
     norm = parts.layer_norm(config, "norm_eps", bias=config.flag("norm_bias", False))
     bias, every = config.flag("attention_bias", False), config.integer("global_attn_every_n_layers", 3)
     mlp = parts.gated_mlp(config, activation="hidden_activation", bias=config.flag("mlp_bias", False))
-    attention = family.AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias, causal=False)
-    near, far = (replace(attention, rope=rope(config, size, layer_type=f"{kind}_attention", theta=config.number(name, theta)))
-                 for kind, name, theta in (("sliding", "local_rope_theta", 10000.0), ("full", "global_rope_theta", 160000.0)))
+    turns = (rope(config, parts.head_size(config), layer_type=f"{kind}_attention", theta=config.number(name, theta))
+             for kind, name, theta in (("sliding", "local_rope_theta", 10000.0), ("full", "global_rope_theta", 160000.0)))
+    near, far = (parts.attention(config, rope=turn, bias=bias, causal=False) for turn in turns)
     # Half of `local_attention` is seen on each side, and a window counts the token itself.
     windows = config.windows(lambda layer: layer % every != 0, config.integer("local_attention", 128) // 2 + 1)
     blocks = [BlockSpec(((BranchSpec(mixer, pre=norm if layer else None),), (BranchSpec(mlp, pre=norm),)))

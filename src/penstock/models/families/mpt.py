@@ -1,8 +1,6 @@
 """MPT: ALiBi, LayerNorms without bias, no biases."""
 
-import dataclasses
-
-from penstock.models.family import AttentionSpec, Config, HeadSpec, MLPSpec, ModelSpec, Rule, parts
+from penstock.models.family import Config, HeadSpec, MLPSpec, ModelSpec, Rule, parts
 
 ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
 MODEL_TYPES = ("mpt",)
@@ -25,11 +23,10 @@ def spec(config: Config) -> ModelSpec:
     if not config.flag("no_bias", True):
         raise config.wrong("no_bias", "true")
     config.absent("logit_scale")
-    width, heads, size = parts.even_heads(config)
-    norm = parts.layer_norm(config, "layer_norm_epsilon", bias=False)
-    attention = AttentionSpec(width, heads, heads, size, given.number("softmax_scale", size**-0.5),
-                              slopes=parts.slopes(heads, most=given.integer("alibi_bias_max", 8)))
-    attention = dataclasses.replace(attention, clip=given.nullable_number("clip_qkv", 0.0))
+    width, norm = config.integer("hidden_size"), parts.layer_norm(config, "layer_norm_epsilon", bias=False)
+    slopes = parts.slopes(config.integer("num_attention_heads"), most=given.integer("alibi_bias_max", 8))
+    attention = parts.attention(config, rope=None, scale=given.number("softmax_scale", parts.head_size(config) ** -0.5),
+                                slopes=slopes, clip=given.nullable_number("clip_qkv", 0.0))
     # transformers' modules have this ratio whatever the config says.
     return parts.layered(config, attention, MLPSpec(width, 4 * width, "gelu", gated=False), norm, head=HeadSpec(True),
                          max_positions=config.integer("max_seq_len", 2048))

@@ -1,6 +1,6 @@
 """OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
 
-from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, LayerNormSpec, ModelSpec, Rule, parts
+from penstock.models.family import Config, EmbeddingSpec, LayerNormSpec, ModelSpec, Rule, parts
 
 ARCHITECTURES = ("OPTForCausalLM",)
 MODEL_TYPES = ("opt",)
@@ -22,12 +22,12 @@ def spec(config: Config) -> ModelSpec:
     if not config.flag("do_layer_norm_before", True):
         raise config.wrong("do_layer_norm_before", "true: norms after each sum (OPT-350m) are not there")
     config.absent("_remove_final_layer_norm")
-    width, heads, size = parts.even_heads(config)
+    width = config.integer("hidden_size")
     if config.integer("word_embed_proj_dim", width) != width:
         raise config.wrong("word_embed_proj_dim", f"hidden_size ({width})")
     norm = LayerNormSpec(1e-5, *([config.flag("layer_norm_elementwise_affine", True)] * 2))
     bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
-    attention = AttentionSpec(width, heads, heads, size, size**-0.5, bias=bias, output_bias=bias)
+    attention = parts.attention(config, rope=None, bias=bias)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="ffn_dim", bias=bias)
     return parts.layered(config, attention, mlp, norm, max_positions=positions,
                          embedding=EmbeddingSpec(positions=positions, first_position=2))
