@@ -131,6 +131,13 @@ def test_real_configs(name: str, tmp_path: Path) -> None:
     assert (spec.size, spec.max_positions, spec.architecture) == (size, positions, config["architectures"][0])
 
 
+def test_what_a_token_uses(tmp_path: Path) -> None:
+    """Of a mixture, the experts that it picks: 17B of Llama 4 Scout's parameters, as its name says."""
+    (tmp_path / "config.json").write_text(json.dumps(REAL["Llama-4-Scout"][0]))
+    scout, dense = describe(read_config(tmp_path)), describe(REAL["SmolLM3-3B"][0])
+    assert 17.1e9 < scout.used < 17.3e9 and dense.used == dense.size
+
+
 def test_windows_and_rotations_by_layer() -> None:
     gemma = describe({**REAL["gemma-3-1b"][0]})
     assert [state.keep for state in gemma.states("bfloat16")][:7] == [Window(512)] * 5 + [Everything()] + [Window(512)]

@@ -70,7 +70,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
     checkpoint = models.configured(folder, options.quantization, options.quantization_rules, cache_asked(options))
     spec = models.describe(checkpoint)
     own_dtype = dtype_of(folder, checkpoint)
-    config = resolve(options, spec.max_positions, own_dtype, facts, spec.size)
+    config = resolve(options, spec.max_positions, own_dtype, facts, spec.used)
     dtype = getattr(torch, config.dtype)
     kernels = registry.bind(facts, dtype, config.kernels, batch_invariant=config.batch_invariant)
     draft = drafters.survey(config.speculation or Speculation("auto"), folder, checkpoint, spec, config.max_model_len,

@@ -48,7 +48,7 @@ class EngineConfig:
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
             parameters: int = 0) -> EngineConfig:
-    """Resolves what does not depend on the memory left beside the weights. `parameters` is the model's size."""
+    """Resolves what does not depend on the memory left beside the weights. `parameters`: a token is multiplied by so many."""
     options = checked(options)
     gpu = facts.kind != "cpu"
     dtype = checkpoint_dtype if options.dtype == "auto" else options.dtype

@@ -100,13 +100,13 @@ class ExpertsSpec:
         # Whole experts are runs of rows of both stacks.
         dealt: dict[str, Any] = {"split": Split.ROWS, "listed": True} if self.dealt else {}
         halves = tuple(Piece(f"{path}.{e}.{half}.weight", inner, unit) for e in range(count) for half in ("gate", "up"))
-        yield Parameter(f"{path}.gate_up.weight", (count * 2 * inner, self.width), PLAIN, halves, stack=count,
+        yield Parameter(f"{path}.gate_up.weight", (count * 2 * inner, self.width), PLAIN, halves, stack=count, picks=picks,
                         live=picks * 3 * inner, **(dealt or {"split": Split.ROWS}), unit=2 * inner if dealt else 1)
         if self.bias:
             # Every rank has all of them and takes its own.
             yield Parameter(f"{path}.gate_up.bias", (self.routing.experts, 2 * (self.divided[0] or inner)))
         downs = tuple(Piece(f"{path}.{e}.down.weight", self.width) for e in range(count))
-        yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, stack=count,
+        yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, stack=count, picks=picks,
                         live=picks * 2 * self.width, **(dealt or {"split": Split.COLUMNS}), unit=self.width if dealt else unit)
         if self.bias:
             yield Parameter(f"{path}.down.bias", (self.routing.experts, self.width))

@@ -98,6 +98,8 @@ class Parameter:
     """Its pieces are names of a checkpoint's tensors alone: ranks divide the whole."""
     stack: int = 0
     """Of the experts' matrices of a layer: so many, of equal shape, joined by rows. 0: it is a single matrix."""
+    picks: int = 0
+    """Of a stack, matrices that a token is multiplied by."""
     resident: int = 0
     """Of a stack, matrices on the device; all are in host memory then. 0: all are on the device alone."""
     away: bool = False

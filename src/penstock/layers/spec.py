@@ -279,6 +279,11 @@ class ModelSpec:
         """Parameters, a tied matrix counted once."""
         return sum(parameter.size for parameter in self.parameters())
 
+    @property
+    def used(self) -> int:
+        """The same without the experts that a token does not pick."""
+        return sum(one.size // one.stack * one.picks if one.stack else one.size for one in self.parameters())
+
     def nbytes(self, dtype: str) -> int:
         """Bytes of the parameters as stored, in a model of `dtype`; packing and the rope tables may add a little."""
         return sum(parameter.nbytes(dtype) for parameter in self.parameters())

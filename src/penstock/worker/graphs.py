@@ -38,14 +38,14 @@ computes are worth the launches of an eager step."""
 _SEGMENTS = 256
 """Maximum segments of a captured mixed step: attention launches a program for each possible segment."""
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
-"""Bucket sizes of decode steps, in rows. `Buckets` uses those up to 512, or to a quarter of the largest mixed step."""
+"""Bucket sizes of decode steps, in rows. `Buckets` uses those up to 512, or to half of the largest mixed step."""
 
 
 class Buckets:
     """The buckets of captured steps. Mixed ones have up to `tokens` tokens, at most what `rows` rows of `longest` hold."""
 
     def __init__(self, tokens: int, rows: int, longest: int, drafts: bool = False) -> None:
-        most = min(max(512, tokens // 4), _DECODE[-1])
+        most = min(max(512, tokens // 2), _DECODE[-1])
         self.decode = [size for size in _DECODE if size < min(rows, most + 1)]
         """Rows of decode steps. `rows` itself is the last bucket unless it exceeds the largest size."""
         if rows <= most:

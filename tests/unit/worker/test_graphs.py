@@ -17,13 +17,15 @@ def test_what_is_captured_depends_on_how_long_launching_takes() -> None:
     assert of_small.decode[-1] == 1024 and of_large.decode[-1] == 512
     assert of_small.mixed[-1] == 8192 and of_large.mixed[-1] == 1024
     assert len(Buckets(large, 1024, 16384).all()) < len(Buckets(small, 1024, 16384).all()) < 70
+    mixture = graph_tokens(int(3.3e9))
+    assert mixture == 2048 and Buckets(mixture, 2048, 16384).decode[-1] == 1024
 
 
 def test_the_last_decode_step_has_all_rows() -> None:
-    for tokens in (256, 1024, 4096):
+    for tokens in (256, 1024, 2048, 4096):
         for rows in (1, 3, 64, 100, 500, 512, 513, 600, 1000, 1024, 4000):
             sizes = Buckets(tokens, rows, 16384).decode
-            assert sizes == sorted(set(sizes)) and sizes[-1] == min(rows, max(512, tokens // 4))
+            assert sizes == sorted(set(sizes)) and sizes[-1] == min(rows, max(512, min(1024, tokens // 2)))
 
 
 def test_mixed_steps_have_fewer_segments_than_tokens() -> None:
