@@ -133,14 +133,18 @@ def test_files_stay_small_and_say_what_they_are() -> None:
 
 COMPILES = """
 import ast, pathlib, sys
+standard = set(sys.argv[2].split(","))
 for path in pathlib.Path(sys.argv[1]).rglob("*.py"):
     tree = ast.parse(path.read_text(), str(path))
     compile(tree, str(path), "exec", dont_inherit=True)
     for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module]
-        for name in {name.partition(".")[0] for name in names} & set(sys.argv[2].split(",")):
+        else:
+            continue
+        for name in standard & {name.partition(".")[0] for name in names}:
             assert name in sys.stdlib_module_names, f"{path}: {name} is no module of Python {sys.version.split()[0]}"
 """
 
