@@ -17,7 +17,7 @@ class Survey:
     vocab_size: int
     max_positions: int
     parameters: int
-    """Those by which a token is multiplied."""
+    """The number of those by which a token is multiplied."""
     dtype: str
     """The checkpoint's own."""
     task: str = "generate"
