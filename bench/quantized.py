@@ -1,10 +1,11 @@
 """The cost of quantization, for each scheme of weights and each codec of the cache: bytes, right answers, perplexities.
 
 usage: python bench/quantized.py [--only caches|weights] [--count 12] [--stories FOLDER ...] --text FILE [--draw FOLDER]
-                                 [--folders FOLDER ...]
+                                 [--folders FOLDER ...] [--wide FOLDER]
 
-Canary is asked graded prompts of every skill, and scores a text; story models score another. `--folders` are canary as other
-tools have quantized it, a row each. Prints Markdown.
+Canary is asked graded prompts of every skill, and scores a text; story models score their own stories. `--folders` are canary
+as other tools have quantized it, a row each. `--wide` is canary in rows of 256 columns, which superblocks need and
+bench/quantized_files.py makes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from typing import Any
 
 from penstock.canary.suite import SKILLS, graded, prompts
 from penstock.cli.eval import answers
+from penstock.cli.info import survey
 from penstock.cli.likelihood import perplexity
 from penstock.config.flags import integer
+from penstock.config.schema import EngineOptions
 from penstock.core.errors import PenstockError
 from penstock.engine.llm import LLM
 from penstock.ops.codec import CODECS
 from penstock.quant.dialects.at_load import SCHEMES
 
+SUPERBLOCKS = ("q4_k", "q6_k")
+
 
 def measured(model: str, text: str, count: int, **options: Any) -> dict[str, Any]:
-    """Bytes of weights and of a cached token, a text's perplexity, and right answers to `count` prompts a skill."""
+    """Bytes of matrices as they are stored and of a cached token, a text's perplexity, and right answers to `count` prompts a
+    skill."""
+    stored = survey(EngineOptions(model=model, device="cpu", **options))["weights"]
     room = {} if count else {"max_model_len": 200}
     with LLM(model, device="cpu", threads=1, **({"kv_cache_memory_bytes": 1 << 28} | room | options)) as llm:
         info = llm.info
-        found: dict[str, Any] = {"weights": info.weight_bytes, "cache": info.kv_bytes / max(1, info.kv_tokens),
+        found: dict[str, Any] = {"weights": sum(one["bytes"] for one in stored),
+                                 "cache": info.kv_bytes / max(1, info.kv_tokens),
                                  "perplexity": perplexity(llm, text, 512 if count else 192)[0]}
         for _ in range(2 if "cache_host_bytes" in options else 1 if count else 0):
             scores = [graded(items, answers(llm, items)) for items in (prompts(skill, count) for skill in SKILLS)]
@@ -60,13 +68,16 @@ def table(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints as it goes."""
     stories = [Path(one) for one in args.stories]
     text = args.text.read_text("utf-8")[:6000]
-    tales = [case["text"] for one in stories for case in json.loads((one / "greedy_golden.json").read_text())["cases"]]
+    told = {one: "\n".join(case["text"] for case in json.loads((one / "greedy_golden.json").read_text())["cases"])
+            for one in stories}
     unit = "cache" if kind == "caches" else "weights"
     print(f"| {kind} | bytes | right | perplexity |" + "".join(f" {one.name} |" for one in stories), flush=True)
     print("|---|---|---|---|" + "---|" * len(stories), flush=True)
     found = []
     more = [(folder.name, {"model": str(folder)}) for folder in args.folders] if kind == "weights" else []
     for name, options in [*rows(kind), *more]:
+        if name in SUPERBLOCKS and args.wide:
+            options = options | {"model": str(args.wide)}
         one: dict[str, Any] = {"name": name}
         try:
             one |= measured(**({"model": "canary", "text": text, "count": args.count} | options))
@@ -84,7 +95,7 @@ def table(kind: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             stories_here = stories
         for folder in stories_here:
             try:
-                one[folder.name] = measured(str(folder), "\n".join(tales), 0, **options)["perplexity"]
+                one[folder.name] = measured(str(folder), told[folder], 0, **options)["perplexity"]
                 shown += f" {one[folder.name]:.3f} |"
             except PenstockError:
                 shown += " does not fit |"
@@ -119,6 +130,7 @@ def main() -> int:
                         help="story models, with the stories that they told (greedy_golden.json), which they score")
     parser.add_argument("--folders", type=Path, nargs="*", default=[], metavar="FOLDER",
                         help="canary as other tools have quantized it")
+    parser.add_argument("--wide", type=Path, metavar="FOLDER", help="canary in rows of 256 columns")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="write quantized_KIND.svg there")
     args = parser.parse_args()
     for kind in args.only or ["caches", "weights"]:
