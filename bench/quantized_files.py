@@ -4,8 +4,8 @@ usage: quantized_files.py --text FILE --calibrate FILE [--types Q4_K_M,IQ4_XS] [
 
 Needs llama-cpp-python. K-quants take rows of 256 columns, so canary is widened: its 192 channels become 256 and its 480 inner
 ones 512, the new ones zero, and norms are multiplied by the root of 192 / 256, which leaves the function as it was. IQ types
-below three bits need an importance matrix: the mean squares of each projection's inputs over the text to calibrate on, which
-only they get. Prints Markdown.
+below three bits and IQ3_XXS need an importance matrix: the mean squares of each projection's inputs over the text to calibrate
+on, which only they get. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def quantized(plain: Path, out: Path, kind: str, matrix: Any) -> Path:
     if not out.exists():
         params = lc.llama_model_quantize_default_params()
         params.ftype, params.nthread, params.allow_requantize = TYPES[kind], 1, True
-        if kind.startswith(("IQ1", "IQ2")):
+        if kind.startswith(("IQ1", "IQ2", "IQ3_XXS")):
             params.imatrix = matrix
         code = lc.llama_model_quantize(str(plain).encode(), str(out).encode(), ctypes.byref(params))
         assert code == 0, f"llama.cpp's quantizer ended with {code}"
