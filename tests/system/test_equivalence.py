@@ -228,8 +228,8 @@ LATENT = covering(AXES | {axis: dict([next(iter(AXES[axis].items()))]) for axis 
                   | {"layout": {name: value for name, value in AXES["layout"].items() if name not in ("cp2", "tp3")}}, 2)
 """The cache has no codecs for latents, contexts do not divide them, four of their pages are more than a third of the tiers'
 memory, and the test's adapters have other projections."""
-MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS}
-"""Latents with experts; sinks and windows with experts. Both trained."""
+MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS, "canary-moe": PAIRS}
+"""Latents with experts; sinks and windows with experts; experts alone. All trained."""
 
 
 @pytest.mark.parametrize("name, route", [(name, routes[3 + 5 * i]) for i, (name, routes) in enumerate(MIXED.items())],

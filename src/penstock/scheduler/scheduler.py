@@ -254,7 +254,7 @@ class Scheduler:
             self.stats.expert_picks, self.stats.expert_hits = result.picks.tolist(), result.expert_hits
         self.cache.report(result.load_results, result.write_results)
         policy, tokens = self.drafts.policy, step.load.tokens
-        if policy is not None and decoded + checked == tokens and not (step.rests and drafts):
+        if policy is not None and tokens and decoded + checked == tokens and not (step.rests and drafts):
             policy.stepped(len(step.counts), tokens, int(result.kept.sum()), result.seconds, step.drafting)
         self.pace.learn(step.load, decoded + checked, result.seconds)
         self.stats.steps += 1
