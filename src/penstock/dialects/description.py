@@ -141,6 +141,9 @@ class Dialect(msgspec.Struct, frozen=True):
     citing: tuple[tuple[str, str], ...] = ()
     """First and last marker of citations, which are removed from content and reasoning with the text between them."""
 
+    trims: bool = False
+    """White space before a call is no content."""
+
     def markers(self) -> tuple[str, ...]:
         """Returns every text that may be a special token and must survive detokenization."""
         found: list[str] = [*self.hidden, self.header, *(marker for marker, _ in self.citing)]

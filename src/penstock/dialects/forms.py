@@ -251,9 +251,10 @@ def _value(form: Tags, reader: Reader, tools: Tools, place: tuple[str, str], typ
     # A model may omit the closing tag; the next parameter or the end of the call then ends the value.
     open_ends = () if form.nested else tuple("\n" + marker for marker in (form.key[0], *closing))
     end = form.value[1].replace("{key}", place[1])
-    if (yield from reader.take(form.literal[:1])):
+    literal = yield from reader.take(form.literal[:1])
+    if literal:
         end = form.literal[1] + end
-    trimmed = ("\r\n" + end, "\n" + end) if form.trim else ()
+    trimmed = ("\r\n" + end, "\n" + end) if form.trim and not literal else ()
     text = types == {"string"}
     if text:
         emit('"')

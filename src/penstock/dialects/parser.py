@@ -70,7 +70,7 @@ class Parser:
 
     def is_content(self, text: str) -> bool:
         """Whether a piece is content and nothing else, as most are. Then it has been taken, without an event."""
-        if not self._spoken or self.reader.passed_to(text) != self.content:
+        if not self._spoken or self.dialect.trims or self.reader.passed_to(text) != self.content:
             return False
         self._built.content(text)
         return True
@@ -139,6 +139,10 @@ class Parser:
                 self._held = text
                 return
             self._spoken, self._held = True, ""
+        if self.dialect.trims:
+            text = self._held + text
+            self._held = text[len(text.rstrip(SPACE)):]
+            text = text.rstrip(SPACE)
         if text:
             self._events.append(Content(text))
 
@@ -306,6 +310,9 @@ class Parser:
             if block.end and (yield from reader.take((block.end,))):
                 if not self._good and not empty:
                     raise MalformedError("no calls")
+                if block.end.startswith("<"):
+                    # A model may end its calls twice.
+                    self._strays.add(block.end)
                 break
             if not (yield from forms.starts(form, reader)):
                 if not self._good and not empty:

@@ -118,7 +118,12 @@ def _shaped(tree: Tree, schema: Any, root: Mapping[str, Any]) -> Any:
         return json.loads(as_json(tree, types))
     if "object" not in types and all(name == "item" for name, _ in tree):
         return [_shaped(each, _inside(schema, None, root), root) for _, each in tree]
-    return {name: _shaped(each, _inside(schema, name, root), root) for name, each in tree}
+    named: dict[str, list[Tree]] = {}
+    for name, each in tree:
+        named.setdefault(name, []).append(each)
+    # Elements of one name are a list.
+    return {name: _shaped(given[0] if len(given) == 1 else [("item", each) for each in given],
+                          _inside(schema, name, root), root) for name, given in named.items()}
 
 
 def _inside(schema: Any, key: str | None, root: Mapping[str, Any], depth: int = 0) -> Any:

@@ -235,6 +235,19 @@ FACTS: list[tuple[str, str, str, Calls]] = [
     ("kimi_k2", KIMI + KIMI_CALL.format("0", '{"colour": 1}') + KIMI_END, "*", []),
     ("cohere_command3", "<|START_RESPONSE|>It is <co>warm</co: 0:[1,2],1:[3]> in <co: 0>Rome</co: 0>.<|END_RESPONSE|>", "It is warm in Rome.", []),
     ("cohere_command3", "<|START_RESPONSE|>A <code> is </co: no end\nhere<|END_RESPONSE|>", "A <code> is </co: no end\nhere", []),
+    *((name, f"<｜DSML｜{block}>\n".replace(*gone) + DSML.format("Rome") + f"</｜DSML｜{block}>", content, [("weather", ROME)])
+      for name, block, gone, content in (("deepseek_v32", "function_calls", ("<｜DSML｜function_calls>\n", "I look."), "I look."),
+                                         ("deepseek_v4", "tool_calls", ("<｜DSML｜tool_calls>\n", ""), ""))),
+    ("gemma4", '<|tool_call>:weather{city:<|"|>Rome<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>', "", [("weather", {"city": "Rome"}), ("now", {})]),
+    ("gemma4", "Mind: this.<|tool_call>:now{}<tool_call|>", "Mind: this.", [("now", {})]),
+    ("lfm2", f"{LFM}[now()]{LFM_END}[now()]{LFM_END}", "[now()]", [("now", {})]),
+    ("hermes", f"<tool_call>{W_ROME}</tool_call></tool_call>Done.", "Done.", [("weather", ROME)]),
+    ("gigachat3", f"I look.<|message_sep|>\n\n<|function_call|>{W_ROME}", "I look.", [("weather", ROME)]),
+    ("minimax_m2", M2.replace("Rome", "").join(("<minimax:tool_call>\n", "</minimax:tool_call>")).format("\n  Rome\n"), "",
+     [("weather", {"city": "\n  Rome\n", "unit": "C"})]),
+    ("minicpm5", '<function name="weather"><param name="city">\n<![CDATA[  Rome\n]]></param></function>', "", [("weather", {"city": "  Rome\n"})]),
+    ("minimax_m3", f"{NS}<tool_call>{NS}<invoke name=\"user\">{NS}<home>{NS}<room>1{NS}</room>{NS}<room>{NS}<size>2{NS}</size>{NS}</room>{NS}</home>"
+     f"{NS}</invoke>{NS}</tool_call>", "", [("user", {"home": {"room": [1, {"size": 2}]}})]),
     # one bad call among good ones
     ("minimax", f"<tool_calls>\n{W_ROME}\n{{not json}}\n{W_OSLO}\n</tool_calls>", "{not json}", [("weather", ROME), ("weather", OSLO)]),
     ("kimi_k2", f"{KIMI}{KIMI_CALL.format('weather', '{')}{KIMI_CALL.format('add:1', J_ADDED)}{KIMI_END}", "*", [("add", ADDED)]),
@@ -291,6 +304,17 @@ def test_calls(name: str, text: str, content: str, calls: Calls) -> None:
         found = read(by_name(name), *pieces, prompt="")
         assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls, pieces
         assert content == "*" or found.content.strip() == content.strip(), pieces
+
+
+@pytest.mark.parametrize(("name", "call"), [
+    ("apertus", '<|tools_prefix|>[{"now": {}}]<|tools_suffix|>'), ("functiongemma", "<start_function_call>call:now{}<end_function_call>"),
+    ("gemma4", "<|tool_call>call:now{}<tool_call|>"), ("glm45", "<tool_call>now\n</tool_call>"), ("xlam", '```json\n[{"name": "now", "arguments": {}}]\n```')])
+def test_white_space_before_a_call(name: str, call: str) -> None:
+    """These drop it, as vLLM does; elsewhere it stays as it is."""
+    for text, content in ((f"I look. \n{call}", "I look."), ("I look. \n Again.  ", "I look. \n Again.  "), (f" I look.\n{call}\nDone.", " I look.Done.")):
+        for pieces in cut(text):
+            found = read(by_name(name), *pieces, prompt="")
+            assert (found.content.replace("\nDone", "Done"), len(found.calls)) == (content, text.count(call)), pieces
 
 
 def test_the_ids_that_models_write() -> None:

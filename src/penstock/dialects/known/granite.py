@@ -13,7 +13,8 @@ DIALECTS = (
             signs=(("<|start_of_role|>", "<|tool_call|>"),), rank=50),
     Dialect("granite4", (Block("<tool_call>", Json(), "</tool_call>"),),
             Written("<tool_call>\n" + ITEM + "\n</tool_call>", separator="\n"),
-            Reasoning(("<think>",), ("</think>",)), signs=(("<|start_of_role|>", "<tool_call>"),), rank=49),
+            Reasoning(("<think>",), ("</think>",)), reasoning_names=("granite_thinking_parser",),
+            signs=(("<|start_of_role|>", "<tool_call>"),), rank=49),
     Dialect("granite-20b-fc", (Block("<function_call>", Json()),), Written("<function_call> " + ITEM, separator=" "),
             signs=(("<|function_call_library|>",),), rank=48),
 )

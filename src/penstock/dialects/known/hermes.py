@@ -7,7 +7,7 @@ WRITTEN = Written('<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n
 BLOCKS = (Block("<tool_call>", Json(), "</tool_call>"),)
 
 DIALECTS = (
-    Dialect("hermes", BLOCKS, WRITTEN, THINK, aliases=("qwen", "qwen25", "canary"),
+    Dialect("hermes", BLOCKS, WRITTEN, THINK, aliases=("qwen", "qwen25", "qwen3_json", "canary"),
             reasoning_names=("qwen3", "reka", "mimo"), signs=(("<tool_call>",),), rank=10),
     Dialect("scratch_pad", BLOCKS, WRITTEN, Reasoning(("<scratch_pad>",), ("</scratch_pad>",)),
             signs=(("<tool_call>", "<scratch_pad>"),), rank=11),

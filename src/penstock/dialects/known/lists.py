@@ -26,5 +26,5 @@ DIALECTS = (
     Dialect("xlam", (Block("[TOOL_CALLS]", SURE), Block("<tool_call>", SURE, "</tool_call>"),
                      Block("```json", SURE, "```", bare=True), Block("[", SURE, bare=True)),
             Written(ITEM, "[", ", ", "]"), THINK,
-            signs=(('[{"name": "tool_call_name"',), ('"name": "tool_call_name"',)), rank=47),
+            signs=(('[{"name": "tool_call_name"',), ('"name": "tool_call_name"',)), rank=47, trims=True),
 )

@@ -9,7 +9,7 @@ DIALECTS = (
             aliases=("minimax_m1",), reasoning_names=("minimax_m1",), signs=(("<tool_calls>", "<beginning_of_sentence>"),),
             rank=40),
     Dialect("minimax_m2", (Block("<minimax:tool_call>", Tags(('<invoke name="', '">'), ('<parameter name="', '">'),
-                                 ("", "</parameter>"), "</invoke>"), "</minimax:tool_call>"),),
+                                 ("", "</parameter>"), "</invoke>", trim=False), "</minimax:tool_call>"),),
             Written('<invoke name="{name}">\n{arguments}</invoke>\n', "<minimax:tool_call>\n", "", "</minimax:tool_call>",
                     '<parameter name="{key}">{value}</parameter>\n'),
             THINK_OPEN, reasoning_names=("minimax_m2", "minimax_m2_append_think"), signs=(("<minimax:tool_call>",),), rank=60),

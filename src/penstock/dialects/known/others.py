@@ -8,7 +8,7 @@ DIALECTS = (
     Dialect("apertus", (Block("<|tools_prefix|>", Json(keyed=True), "<|tools_suffix|>"),),
             Written('{{"{name}": {arguments}}}', "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
             Reasoning(("<|inner_prefix|>",), ("<|inner_suffix|>",)), reasoning_names=("apertus",),
-            signs=(("<|tools_prefix|>",),), rank=60),
+            signs=(("<|tools_prefix|>",),), rank=60, trims=True),
     Dialect("functionary_v3.1", (Block("<function=", Named((), (">",)), "</function>"),),
             Written("<function={name}>{arguments}</function>"), signs=(("<function=", "<|python_tag|>"),), rank=36),
     # Every message names its recipient; the prompt's end begins the first one.
@@ -16,6 +16,7 @@ DIALECTS = (
             lead=">>>", signs=((">>>all", "recipient"),), rank=48),
     Dialect("gigachat3", (Block("<|function_call|>", Json()), Block("function call<|role_sep|>\n", Json())),
             Written('<|function_call|>{{"name": "{name}", "arguments": {arguments}}}'), parallel=False,
+            hidden=("<|message_sep|>\n\n", "<|message_sep|>"),
             signs=(("<|function_call|>",), ("function call", "<|role_sep|>"), ("gigachat",)), rank=60),
     Dialect("minicpm5", (Block('<function name="', Tags(('<function name="', '">'), ('<param name="', '">'), ("", "</param>"),
                                                         "</function>", literal=("<![CDATA[", "]]>")), keep=True),),
