@@ -140,22 +140,22 @@ class Parser:
                 return
             self._spoken, self._held = True, ""
         if self.dialect.trims:
-            text = self._held + text
-            self._held = text[len(text.rstrip(SPACE)):]
-            text = text.rstrip(SPACE)
+            text = self._hold(text)
         if text:
             self._events.append(Content(text))
 
     def think(self, text: str) -> None:
         """Emits reasoning, without line breaks around it."""
+        if text := self._hold(text if self._spoken else text.lstrip(SPACE)):
+            self._spoken = True
+            self._events.append(ReasoningText(text))
+
+    def _hold(self, text: str) -> str:
+        """Returns the held space and the text, and holds the space at its end."""
         text = self._held + text
-        if not self._spoken:
-            text = text.lstrip(SPACE)
         kept = text.rstrip(SPACE)
         self._held = text[len(kept):]
-        if kept:
-            self._spoken = True
-            self._events.append(ReasoningText(kept))
+        return kept
 
     def close(self) -> None:
         """Ends the text."""

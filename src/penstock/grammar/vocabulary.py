@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import msgspec
-
 from penstock.core.errors import RequestError
 from penstock.text import Tokenizer
 
@@ -20,16 +18,6 @@ if TYPE_CHECKING:
 _FORCED = ('{"', '{"name": "', '", "age": ', "}", "]}", '": [', " true", "false}", "<tool_call>\n{", "\n</tool_call>", "  - ",
            "12", "functions.get_weather:0", "été", "日本語")
 """Texts as grammars force them."""
-
-
-class _Added(msgspec.Struct):
-    special: bool
-
-
-class _Definition(msgspec.Struct):
-    """A tokenizer.json, as far as it is read here."""
-
-    added_tokens: list[_Added]
 
 
 @dataclass
@@ -75,18 +63,13 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
 
     special = sorted(token for token in tokenizer.special_ids if token < len(tokens))
     definition = tokenizer.definition()
-    # llguidance takes all added tokens for special; finding that out afterwards takes a second.
-    if definition is not None and _specials_alone(definition):
+    if definition is not None:
         # A form of tokenizer.json that llguidance does not know is no error here.
         with contextlib.suppress(Exception):
             own = LLTokenizer(definition, n_vocab=len(tokens), eos_token=ends)
             if _equal(own, tokens, frozenset(special), encode):
                 return own
     return LLTokenizer(cast("TokenizerWrapper", Described(tokens, encode, ends[0], tokenizer.bos_id, special)), eos_token=ends)
-
-
-def _specials_alone(definition: str) -> bool:
-    return all(token.special for token in msgspec.json.decode(definition, type=_Definition).added_tokens)
 
 
 def _equal(own: LLTokenizer, tokens: list[bytes], special: frozenset[int], encode: Callable[[str], list[int]]) -> bool:

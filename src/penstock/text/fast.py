@@ -67,8 +67,9 @@ class FastVocabulary:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
-    def definition(self) -> str:
-        return self._core.to_str()
+    def definition(self) -> str | None:
+        # Readers of the file take all added tokens for special.
+        return self._core.to_str() if len(self._core.get_added_tokens_decoder()) == len(self.special_ids) else None
 
     def id_of(self, token: str) -> int | None:
         return self._core.token_to_id(token)

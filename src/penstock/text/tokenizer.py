@@ -105,7 +105,7 @@ class Tokenizer:
         return self._vocabulary.detokenizer(hidden, after)
 
     def definition(self) -> str | None:
-        """The vocabulary as a tokenizer.json; None if it is a sentencepiece file."""
+        """The vocabulary as a tokenizer.json whose added tokens are all special; None if there is none."""
         return self._vocabulary.definition()
 
     def token_id(self, token: str) -> int | None:
