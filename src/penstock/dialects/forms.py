@@ -252,8 +252,7 @@ def _value(form: Tags, reader: Reader, tools: Tools, place: tuple[str, str], typ
     open_ends = () if form.nested else tuple("\n" + marker for marker in (form.key[0], *closing))
     end = form.value[1].replace("{key}", place[1])
     literal = yield from reader.take(form.literal[:1])
-    if literal:
-        end = form.literal[1] + end
+    end = form.literal[1] + end if literal else end
     trimmed = ("\r\n" + end, "\n" + end) if form.trim and not literal else ()
     text = types == {"string"}
     if text:

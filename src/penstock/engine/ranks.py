@@ -36,9 +36,7 @@ class Rank(Launches, Protocol):
 
     def prepare(self, layout: CacheLayout, max_model_len: int, opening: Opening | None) -> Prepared: ...
 
-    def mask_room(self, lines: int, words: int) -> Ints:
-        """Memory [lines, words] for the masks of the next step."""
-        ...
+    def mask_room(self, lines: int, words: int) -> Ints: ...
 
     def look(self) -> None:
         """Raises EngineDeadError if the rank is lost."""
@@ -75,7 +73,6 @@ class RankGroup(ABC):
         self._writes: dict[int, list[WriteResult]] = {}
 
     def mask_room(self, lines: int, words: int) -> Ints:
-        """As in `Rank`. Each rank brings the masks to its device."""
         return np.empty((lines, words), np.int32)
 
     def survey(self) -> Survey:

@@ -327,7 +327,6 @@ class Rank:
         return self.worker.launch(plan)
 
     def mask_room(self, lines: int, words: int) -> Ints:
-        """As in `Sampler`."""
         return self.worker.sampler.mask_room(lines, words)
 
     def close(self) -> None:

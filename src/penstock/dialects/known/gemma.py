@@ -10,6 +10,5 @@ DIALECTS = (
     Dialect("gemma4", (Block("<|tool_call>", Named(("call:", ":"), quote='<|"|>'), "<tool_call|>"),),
             Written("<|tool_call>call:{name}{{{arguments}}}<tool_call|>", parameter="{key}:{value}", joiner=","),
             Reasoning(("<|channel>thought", "<|channel>"), ("<channel|>",), call_ends=True), ("<|tool_response>", "<turn|>"),
-            aliases=("gemma",), reasoning_names=("gemma4", "gemma"), signs=(("<|tool_call>",),), rank=60,
-            trims=True),
+            aliases=("gemma",), reasoning_names=("gemma4", "gemma"), signs=(("<|tool_call>",),), rank=60, trims=True),
 )

@@ -10,9 +10,8 @@ HIDDEN = ("<|begin_of_box|>", "<|end_of_box|>")
 DIALECTS = (
     Dialect("glm45", (Block("<tool_call>", TAGS, "</tool_call>"),),
             Written("<tool_call>{name}\n{arguments}</tool_call>", separator="\n",
-                    parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"),
-            REASONING, HIDDEN, reasoning_names=("glm45",), signs=(("<arg_key>", "<tool_call>{function-name}\n"),), rank=46,
-            trims=True),
+                    parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"), REASONING, HIDDEN,
+            reasoning_names=("glm45",), trims=True, signs=(("<arg_key>", "<tool_call>{function-name}\n"),), rank=46),
     Dialect("glm47", (Block("<tool_call>", TAGS, "</tool_call>"),),
             Written("<tool_call>{name}{arguments}</tool_call>",
                     parameter="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"),
