@@ -15,10 +15,9 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [..., k], 8 | k, of 2, 3, 4 or 8 bits as a stream of bits a row, lowest first: uint8 [..., k * bits / 8]."""
     if bits == 8:
         return codes.contiguous()
-    groups = codes.to(torch.int32).unflatten(-1, (-1, 8))
-    whole = (groups << (bits * _range(8, codes.device))).sum(-1) if bits < 4 else None
-    if whole is None:
+    if bits == 4:
         return (codes[..., ::2] | codes[..., 1::2] << 4).contiguous()
+    whole = (codes.to(torch.int32).unflatten(-1, (-1, 8)) << (bits * _range(8, codes.device))).sum(-1)
     found: torch.Tensor = (whole[..., None] >> (8 * _range(bits, codes.device)) & 255).to(torch.uint8).flatten(-2)
     return found
 
@@ -59,13 +58,9 @@ def _range(count: int, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
-
-
 def table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Values by code as float32, made once a device."""
-    return _table(values, device)
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def with_bytes(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

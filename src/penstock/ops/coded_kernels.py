@@ -120,11 +120,7 @@ def _lower(word, half: tl.constexpr):
 
 @triton.jit
 def _upper(word, half: tl.constexpr):
-    if half:
-        found = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        found = (word & -65536).to(tl.float32, bitcast=True)
-    return found
+    return _lower(word >> 16, half)
 
 
 @triton.jit

@@ -14,26 +14,15 @@ FP8_MAX = 448.0
 GROUP = 128
 
 
-def fp8(x: torch.Tensor, activation: Activation, scale: torch.Tensor | None) -> torch.Tensor:
-    """x [T, k] rounded to float8_e4m3fn times a scale, in x's dtype."""
+def rounded(x: torch.Tensor, activation: Activation, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, k] rounded to codes of `dtype` (FP8 or int8) times a scale, in x's dtype."""
     if activation == "none":
         return x
-    if activation == "group":
-        return _fp8(blocks(x, GROUP), None).flatten(-2)[..., :x.shape[-1]].contiguous()
-    return _fp8(x, scale)
-
-
-def _fp8(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    groups, least, most = blocks(x, GROUP if activation == "group" else x.shape[-1]).float(), -FP8_MAX, FP8_MAX
+    if dtype is torch.int8:
+        least, most = -128.0, 127.0
     if scale is None:
-        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / FP8_MAX
-    codes = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(x.dtype)
-
-
-def int8(x: torch.Tensor, activation: Activation, scale: torch.Tensor | None) -> torch.Tensor:
-    """x [T, k] rounded to int8 times a scale, in x's dtype."""
-    if activation == "none":
-        return x
-    if scale is None:
-        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
-    return (torch.round(x.float() / scale).clamp(-128, 127) * scale).to(x.dtype)
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
+    codes = groups / scale
+    codes = (torch.round(codes) if dtype is torch.int8 else codes).clamp(least, most).to(dtype)
+    return (codes.float() * scale).to(x.dtype).flatten(-2)[..., :x.shape[-1]].contiguous()

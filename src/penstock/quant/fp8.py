@@ -49,7 +49,7 @@ class FP8:
         return (parts["weight"].float() * self._spread(parts["scale"], parts["weight"].shape)).to(dtype)
 
     def inputs(self, x: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return activations.fp8(x, self.activation, parts.get("input_scale"))
+        return activations.rounded(x, self.activation, parts.get("input_scale"), torch.float8_e4m3fn)
 
     def _spread(self, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if self.block is None:

@@ -34,7 +34,7 @@ class Int8:
         return (parts["weight"].float() * parts["scale"][..., None]).to(dtype)
 
     def inputs(self, x: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return activations.int8(x, self.activation, parts.get("input_scale"))
+        return activations.rounded(x, self.activation, parts.get("input_scale"), torch.int8)
 
 
 @dataclass(frozen=True)
