@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from penstock import canary
+from penstock.text import Tokenizer
 from tests.system.served import NAME, Served, served
 
 MESSAGES = [{"role": "user", "content": "Describe a person as JSON."}]
@@ -57,6 +58,17 @@ def test_json_schema_streamed_and_not(client: openai.OpenAI, temperature: float)
     parts = [chunk.choices[0].delta.content or "" for chunk in _chat(
         client, response_format=FORMAT, temperature=temperature, stream=True)]
     assert "".join(parts) == whole.message.content
+
+
+@pytest.mark.parametrize("off", [{"reasoning_effort": "none"}, {}, {
+    "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}], ids=["effort", "on", "template"])
+def test_thinking_that_is_switched_off_does_not_begin(client: openai.OpenAI, off: dict[str, Any]) -> None:
+    """A constrained answer begins at once, however much the model wants to think; otherwise thinking may come first."""
+    [begin] = Tokenizer.load(canary.model_folder()).encode("<think>", add_special_tokens=False)
+    found = _chat(client, response_format=FORMAT, logit_bias={begin: 100}, max_completion_tokens=40, **off).choices[0].message
+    assert bool(found.reasoning) != bool(off)
+    if off:
+        assert json.loads(found.content).keys() == {"name", "age"}
 
 
 def test_the_clients_own_parse(client: openai.OpenAI) -> None:

@@ -20,8 +20,7 @@ class Constraints:
     """The waiting constrained requests of one engine. Used only from the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, vocab_size: int, folder: Path | None, room: Callable[[int, int], Ints]) -> None:
-        """`folder` is the tokenizer's folder, read when the first grammar arrives. With None, grammars are refused.
-        `room`: as in `Masker`."""
+        """`folder`: the tokenizer's, read when the first grammar arrives; None refuses grammars. `room`: as in `Masker`."""
         self._scheduler = scheduler
         self._compiler = Compiler(lambda: None if folder is None else Tokenizer.load(folder), vocab_size)
         self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.drafts.expect, scheduler.batch.spare,

@@ -120,9 +120,9 @@ class Inputs:
         special = {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
         return node_grammar(node, special)
 
-    def thinking(self, prompt: str, budget: int | None) -> dict[str, Any]:
-        """The sampling parameters of an answer that begins with thinking, as the prompt's end shows, or that may begin with it.
-        RequestError for a `budget` of thinking tokens (None: no limit) that cannot be enforced."""
+    def thinking(self, prompt: str, budget: int | None, off: bool = False) -> dict[str, Any]:
+        """The sampling parameters of an answer that begins with thinking, as the prompt's end shows, or may begin with it.
+        `off`: was switched off. RequestError for a `budget` of thinking tokens (None: no limit) that cannot be enforced."""
         reasoning = self.choice.dialect.reasoning
         if budget is not None and (reasoning is None or self.tokenizer is None):
             raise RequestError("max_thinking_tokens cannot be honoured: this model's way to begin and end its thinking is not "
@@ -136,7 +136,7 @@ class Inputs:
         if opened(self.choice.dialect, prompt):
             return found
         start = self.tokenizer.encode(reasoning.start[0], add_special_tokens=False)
-        if budget is None and len(start) > 1:
+        if budget is None and (off or len(start) > 1):
             # Text that could be the answer's own: a constrained answer begins at once.
             return {}
         return {**found, "reasoning_start_ids": start}

@@ -193,7 +193,8 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
     must, inputs = forced(body), state.llm.inputs
     held = not must and params.structured_outputs is None and (strict(body, tools) or (inputs.constrain_tools and bool(tools)))
     if budget is not None or params.structured_outputs is not None or must:
-        params = params.replace(**inputs.thinking(prompt.text, budget))
+        off = body.reasoning_effort == "none" or (body.chat_template_kwargs or {}).get("enable_thinking") is False
+        params = params.replace(**inputs.thinking(prompt.text, budget, off))
     if held and params.reasoning_end_ids:
         raise RequestError("max_thinking_tokens cannot be honoured beside calls that are constrained once they have begun "
                            "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
