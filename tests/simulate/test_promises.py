@@ -22,7 +22,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.sequence import Sequence
 from penstock.core.service import BUILT_IN, Service
 from penstock.core.state import Everything, Field, StateSpec
-from penstock.core.steptime import KNOTS, StepTime
+from penstock.core.steptime import KNOTS, Load, StepTime
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.policy import FirstCome, Policy
 from penstock.scheduler.promises import Promises
@@ -323,12 +323,12 @@ def test_a_promise_is_refused_where_no_row_becomes_free_in_time() -> None:
         assert all(r.kept(classes[r.tier]) for r in records if not r.refused)
 
 
-def test_broken_promises_make_the_forecast_careful() -> None:
-    """Each that was broken takes a part of what later forecasts may take of theirs, which those that are kept give back."""
+def test_forecasts_that_erred_make_later_ones_careful() -> None:
+    """As much as first tokens came late is kept free of a class's later promises, until forecasts are right again."""
     classes = {"": Service(), "fast": Service(ttft=0.5), "other": Service(ttft=0.5)}
     replica = Replica(COST, "promises", classes, times=COST.times())
     policy = replica.scheduler.policy
-    for number in range(8):
+    for number in range(6):
         replica.scheduler.add(asked(f"r{number}", 2000, "fast", waits=True), 1.0)
 
     def possible(name: str, tier: str = "fast") -> bool:
@@ -343,26 +343,66 @@ def test_broken_promises_make_the_forecast_careful() -> None:
     assert isinstance(policy, Promises) and possible("a")
     for _ in range(10):
         policy.arrive(late)
-        assert policy.late(late, 100.0)
+        late.forecast = late.promise - 0.1
+        assert policy.late(late, 100.0) and not late.forecast
     assert not possible("b") and possible("c", "other")
-    for _ in range(1500):
-        policy._forecast.kept(late.request, promise=True)
+    for _ in range(5000):
+        policy.arrive(late)
+        late.forecast = late.promise - 0.1
+        policy.begun(late, late.forecast)
     assert possible("d")
 
 
 def test_a_first_token_that_came_late_makes_the_forecast_careful() -> None:
-    """The clock counts, not the prediction by which it was planned."""
+    """The clock counts, not the prediction by which it was planned. Of a request that found nobody waiting it says nothing."""
     classes = {"": Service(), "fast": Service(ttft=0.5)}
     replica = Replica(structs.replace(COST, max_num_seqs=1), "promises", classes, times=COST.times())
     scheduler = replica.scheduler
     for name in ("r1", "r2"):
         scheduler.add(asked(name, 100, "fast"), 1.0)
-    made = scheduler.plan(1.0)
-    assert made is not None and len(scheduler.waiting) == 1
-    margins = scheduler.policy._forecast._margins
-    before = margins["fast"]
-    scheduler.apply(StepResult(made.id, np.ones(1, np.int32), np.ones(1, np.int32)), 3.0)
-    assert margins["fast"] < before == margins[""]
+    errors = scheduler.policy._forecast._errors["fast"]
+    found = [errors.late]
+    for end in (1.1, 3.0):
+        made = scheduler.plan(1.0)
+        assert made is not None
+        scheduler.apply(StepResult(made.id, np.ones(1, np.int32), np.ones(1, np.int32)), end)
+        scheduler.abort(["r1"], end)
+        found.append(errors.late)
+    assert found[0] == found[1] < found[2] - 0.1 and errors.deviations > 4
+
+
+def test_scattered_steps_keep_the_promises_of_those_taken_in() -> None:
+    """At up to three times the load, on a device whose steps take a third more or less, slower for spells, 98 of 100 keep both
+    promises (99 where errors are known), and as many are served as at any smaller load."""
+    slopes = {f"tokens_from_{knot}": 5e-5 for knot in KNOTS[1:]}
+    cost = Cost(weights={"step": 0.003, "prefill": 0.001, "segment": 1e-4, **slopes},
+                kv_tokens=65536, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=4096)
+    service = {"interactive": Service(ttft=0.3, tpot=0.02, weight=20, queue=512)}
+    steps = random.Random(5)
+
+    class Scattered:
+        spell = 0.0
+
+        def seconds(self, load: Load) -> float:
+            self.spell = 0.9 * self.spell + steps.gauss(0, 0.436)
+            return cost.times().seconds(load) * (1.5 if self.spell > 1.3 else 1.0) * steps.lognormvariate(-0.045, 0.3)
+
+    def stream() -> Iterator[Request]:
+        draw, now = random.Random(2), 1.0
+        for scale in (1.25, 3.0):
+            for _ in range(int(66 * scale * 12)):
+                now += draw.expovariate(66 * scale)
+                yield asked(f"r{now}", draw.randint(100, 200), "interactive", now, draw.randint(10, 20))
+
+    fleet = Fleet(cost, 1, policy="promises", classes=service)
+    fleet._replicas[0]._device = Scattered()
+    records = fleet.run(stream()).records
+    kept = []
+    for first, last, share in ((1.0, 13.0, 0.98), (14.0, 25.0, 0.99)):
+        own = [r for r in records if first <= r.arrival < last and not r.refused]
+        kept.append(sum(r.kept(service["interactive"]) for r in own) / (last - first))
+        assert kept[-1] * (last - first) >= share * len(own)
+    assert kept[0] > 62 and kept[1] >= 0.95 * kept[0]
 
 
 def test_a_promise_is_the_clients_and_includes_the_frontends_share() -> None:

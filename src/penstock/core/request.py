@@ -239,6 +239,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Total host time in planning and applying since the start."""
     worker_seconds: float = 0.0
     """Total time of the worker in `run` since the start."""
+    busy_seconds: float = 0.0
+    """Total time with steps in flight since the start: `worker_seconds` and what lies between two steps."""
     kernel_seconds: float = 0.0
     """The part of `worker_seconds` inside the model's forward pass and head."""
     in_flight: int = 0

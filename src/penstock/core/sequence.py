@@ -15,7 +15,7 @@ class Sequence:
     Owned by the scheduler; nothing else writes it."""
 
     __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done",
-                 "due", "epoch", "expected", "goal", "index", "limit", "mark", "masked", "pages", "passed", "phase",
+                 "due", "epoch", "expected", "forecast", "goal", "index", "limit", "mark", "masked", "pages", "passed", "phase",
                  "planned", "pooled", "predicted", "promise", "promised", "prompt_len", "request", "room", "row",
                  "scores", "scoring", "seed", "since", "slack", "stops", "stretched", "timings", "tokens")
 
@@ -53,6 +53,8 @@ class Sequence:
         """`cached` by tier."""
         self.promise = request.arrival
         """When its first token is due, time.time() in seconds. Written by the policy alone."""
+        self.forecast = 0.0
+        """When it was expected at admission, if others waited; else 0. Written by the policy alone."""
         self.stretched = False
         """Whether the prompt is so long that more time was promised than its class has. Written by the policy alone."""
         self.mark = 0

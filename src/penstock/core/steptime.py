@@ -36,8 +36,8 @@ _STARTLED = 0.2
 _STARTLING = 2.0
 """A step with a prompt that took so many times its prediction is learned from at once."""
 _RESCALED = 1e6
-_SURPRISE = 0.3
-"""A step shorter than this part of its prediction weighs no more than one of this length."""
+_UNUSUAL = 3.0
+"""A step that took more than so many times its prediction weighs by its own time, a shorter one by at most as many times it."""
 _SOLVE, _SOLVE_MOST, _SOLVE_SECONDS = 8, 64, 0.05
 """Steps that are learned from together, once there have been some: as many as take 50 ms, so that fitting costs little."""
 
@@ -147,7 +147,8 @@ class StepTime:
         growth = _AGE + _STARTLED * self._recent ** 2
         weights *= growth ** np.arange(len(loads))
         self._weight *= growth ** len(loads)
-        unit = np.maximum(seconds, _SURPRISE * predicted)
+        # Errors relative to the prediction: those relative to the measured times are least below their mean.
+        unit = np.where(seconds > _UNUSUAL * predicted, seconds, np.minimum(predicted, _UNUSUAL * seconds))
         sizes = [(load.tokens.bit_length(), load.tokens > load.segments, load.scored > 0) for load in loads]
         for size in set(sizes):
             own = [i for i, other in enumerate(sizes) if other == size]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import RequestError
+from penstock.core.lateness import Lateness
 from penstock.core.request import Request, Timings, Update
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS
 from penstock.engine.ledger import ledger
@@ -43,23 +44,6 @@ class Track:
         self.queued = self.cached = 0.0  # seconds in the queue, prompt tokens that the cache had
 
 
-class Delivery:
-    """The time of first tokens from the engine to their stream, fitted as TCP fits round trips (RFC 6298)."""
-
-    def __init__(self) -> None:
-        self._mean = self._deviation = 0.0
-
-    @property
-    def late(self) -> float:
-        """Seconds that hardly any takes longer than."""
-        return self._mean + 4 * self._deviation
-
-    def took(self, seconds: float) -> None:
-        """Learns from one."""
-        self._deviation += 0.25 * (abs(seconds - self._mean) - self._deviation)
-        self._mean += 0.125 * (seconds - self._mean)
-
-
 class Traffic:
     """The open requests by their ids. Used from one event loop."""
 
@@ -72,7 +56,8 @@ class Traffic:
         self._gaps: Counter[tuple[float, int]] = Counter()
         """Tokens by when the one before came, and how many came at once."""
         self._step_tokens = 0
-        self.delivery = Delivery()
+        self.delivery = Lateness()
+        """Seconds of first tokens from the engine to their stream."""
         self._list_words = 0
         """The device memory used by the open requests' sampling parameters, in 4-byte words."""
 

@@ -7,16 +7,21 @@ import math
 from collections import Counter
 
 from penstock.core.errors import RequestError
+from penstock.core.lateness import Lateness
 from penstock.core.request import Request
 from penstock.core.sequence import Sequence
 from penstock.core.service import Service
 from penstock.core.steptime import StepTime
 from penstock.scheduler.step import InFlight
 
-_MARGIN, _LEAST_MARGIN = 0.9, 0.5
-"""Part of a promise that a forecast may take: at first, which is the most, and at least."""
-_BROKEN, _KEPT = -0.04, 0.0002
-"""Change of that part for each promise that was broken and kept: it comes to rest where one of 200 is broken."""
+_MARGIN, _MOST = 0.1, 0.5
+"""Part of a promise that is kept free for errors of forecasts: before any are known, and at most."""
+_GAIN = 1 / 128
+"""Weight of the newest error."""
+_NARROWEST, _WIDEST = 3.0, 12.0
+"""Mean deviations that are kept free above the mean error, at least and at most."""
+_BROKEN, _KEPT = 0.5, -0.00125
+"""Change of their number for each promise that was broken and kept: it comes to rest where one of 400 is broken."""
 _LEAST = 0.5
 """Seconds of waiting after which the rate of prompts counts."""
 _TURNOVER = 30.0
@@ -41,8 +46,8 @@ class Forecast:
         self._last = 0.0
         self.ended = self._span = self._at = 0.0
         """Sequences that have left rows, in so many seconds, and the time of the latest plan."""
-        self._margins = dict.fromkeys(classes, _MARGIN)
-        """Part of a promise that a forecast may take, by class, as promises have been found to be kept."""
+        self._errors = {name: Lateness(_GAIN, _MARGIN / 4 * min(service.ttft, 30.0)) for name, service in classes.items()}
+        """By how much first tokens came later than forecast, by class."""
 
     def waits(self, sequence: Sequence, group: str, change: int) -> None:
         """As `Policy.waits`. Further choices and prompts of a request do not count: they let others go first."""
@@ -54,16 +59,14 @@ class Forecast:
         if not self.waiting[group]:
             del self.waiting[group], self.unread[group]
 
-    def kept(self, request: Request, promise: bool) -> None:
-        """Reports whether a promise was kept. It does not count where the request preferred to wait."""
-        if not request.waits:
-            found = self._margins[request.tier] + (_KEPT if promise else _BROKEN)
-            self._margins[request.tier] = min(_MARGIN, max(_LEAST_MARGIN, found))
-
     def begun(self, sequence: Sequence, now: float) -> None:
-        """As `Policy.begun`. Where nobody waits, it says nothing about forecasts."""
-        if self._last and not (sequence.index or sequence.request.follows):
-            self.kept(sequence.request, now <= sequence.promise)
+        """Learns from the forecast of a sequence that has its first token now, or will have it then."""
+        if sequence.forecast:
+            errors = self._errors[sequence.request.tier]
+            errors.took(now - sequence.forecast)
+            wider = _KEPT if now <= sequence.promise else _BROKEN
+            errors.deviations = min(_WIDEST, max(_NARROWEST, errors.deviations + wider))
+            sequence.forecast = 0.0
 
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
         """As `Policy.planned`."""
@@ -140,13 +143,15 @@ class Forecast:
                                    "try again later, or use another class", code="queue_full", status=429,
                                    retry=max(1.0, late / 2))
         promised = sequence.promise - request.arrival
-        usable = self._margins[request.tier] * promised
+        usable = promised - min(_MOST * promised, max(0.0, self._errors[request.tier].late))
+        if not (free or request.waits):
+            sequence.forecast = request.arrival + late
         if free or request.waits or not (request.deadline or math.isfinite(service.ttft)) or late <= usable:
             return
         # Neither has what the frontend takes, which a client knows nothing of.
         beside = min(request.beside, promised)
         raise RequestError(f"the first token would come after about {late + beside:.2f} s; the class {request.tier!r} promises "
-                           f"{promised + beside:.2f} s, less {100 - 100 * self._margins[request.tier]:.0f} % for errors; try "
+                           f"{promised + beside:.2f} s, less {promised - usable:.2f} s for errors; try "
                            "again later, or send x-penstock-wait: true to wait",
                            code="overloaded", status=429, retry=max(1.0, late - usable))
 

@@ -12,8 +12,10 @@ _UNNOTICED = 0.004
 """Seconds that prefill may always add: too short to be noticed, and about the fixed cost of mixing prefill in."""
 _PATIENCE = 2.0
 """Summed waiting time of prompts, in seconds, after which they may add more: in proportion, up to the target."""
-_MARGIN = 0.9
-"""Part of a promise that a step is planned to take: predictions err."""
+_MARGIN, _ERROR = 0.9, 0.5
+"""Part of a promise that a step is planned to take: 1 / (1 + the error of predictions), of which at most so much counts."""
+_SOON = 0.25
+"""Part of its promise for which a prompt waits before steps become as long as the answers beside it were promised."""
 _CALM = 0.45
 """Part of a decode step that prompts may add which were promised four times their own time."""
 _SLOW = 0.1
@@ -86,6 +88,8 @@ class Pace:
         if not first:
             return decoding, part, later
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in first)
+        if promised is not None and any(now - s.request.arrival > _SOON * (s.promise - s.request.arrival) for s in first):
+            waited = math.inf
         unread = sum(s.goal - s.planned for s in first)
         at = sum(s.planned for s in first) / len(first) + self._most / 8
         tokens = self.tokens(decode, len(first), unread, waited, promised, at, _scored(first))
@@ -134,7 +138,8 @@ class Pace:
             return self._most
         once = decoding <= reading and 2 * unread <= 3 * self._most
         if promised is not None:
-            target = min(target, _MARGIN * promised)
+            bound = promised * min(_MARGIN, 1 / (1 + min(_ERROR, times.error)))
+            target = min(target, bound)
             once = once and times.seconds(Load(decoding + 1, self._most, decode.read, self._most * at)) <= promised
         if once:
             return self._most
@@ -148,7 +153,7 @@ class Pace:
             added = min(_ADDED * alone * waited / _PATIENCE, added)
         added = max(_ADDED * alone, min(_UNNOTICED, target), added)
         if promised is not None and alone:
-            added = min(added, max(_MARGIN * promised - alone, _SLOW * alone))
+            added = min(added, max(bound - alone, _SLOW * alone))
         # Do not extrapolate to steps more than twice as long as the measured ones.
         tokens = min(times.within(decode, alone + added, at, scored), 2 * (times.longest - decoding))
         return min(self._most, max(decoding + _LEAST, _whole(decoding + tokens)))

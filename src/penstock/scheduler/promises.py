@@ -187,7 +187,7 @@ class Promises(Policy):
         if now + own <= sequence.promise or sequence.known > sequence.prompt_len or not math.isfinite(ttft):
             return False
         sequence.promise = now + _AGAIN * ttft
-        self._forecast.kept(sequence.request, promise=False)
+        self._forecast.begun(sequence, now + own)
         return True
 
     def urgent(self, sequence: Sequence, now: float, decode: Load) -> bool:

@@ -58,6 +58,8 @@ class Scheduler:
         """The plan made last."""
         self._refused = False
         """Whether a request was refused since then."""
+        self._counted = 0.0
+        """The time up to which `busy_seconds` were counted."""
         self._deadlines: list[tuple[float, str]] = []
         """A heap of (deadline, request)."""
 
@@ -150,6 +152,7 @@ class Scheduler:
         if not step.sequences and (self.in_flight or not self.cache.writing):
             return None
         self._made = step
+        self._counted = self._counted if self.in_flight else now
         self.in_flight.append(step)
         step.load = load_of(step.starts, step.counts, step.scored)
         step.limit = binding(waiting=bool(self.waiting), rows=bool(self.queues.rows), room=not self.queues.crowded,
@@ -259,6 +262,8 @@ class Scheduler:
         self.pace.learn(step.load, decoded + checked, result.seconds)
         self.stats.steps += 1
         self.stats.worker_seconds += result.seconds
+        self.stats.busy_seconds += max(0.0, now - self._counted)
+        self._counted = now
         busy = 2 * self.times.slope(step.load.tokens) * step.load.tokens > result.seconds
         self.stats.limits[LIMITS.index(step.limit or ("compute" if busy else "memory"))] += result.seconds
         self.stats.kernel_seconds += result.kernel_seconds

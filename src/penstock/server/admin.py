@@ -131,7 +131,7 @@ class Admin:
             "max_num_seqs": info.max_num_seqs, "max_num_batched_tokens": info.max_num_batched_tokens,
             "max_model_len": info.max_model_len,
             "step_target": info.step_target,
-            "overhead": stats.plan_seconds / max(1, stats.steps)})
+            "overhead": max(0.0, stats.busy_seconds - stats.worker_seconds) / max(1, stats.steps)})
 
     async def kv_event_sources(self, request: Request) -> Response:
         """Endpoints of the KV cache events, one entry for each engine; empty if they are not published."""

@@ -98,3 +98,11 @@ def test_the_first_long_prompt_is_learned_from_at_once() -> None:
     assert times.seconds(long) < took / 2
     times.learn(long, took)
     assert times.seconds(long) > 0.7 * took
+
+
+def test_times_that_scatter_are_predicted_by_their_mean() -> None:
+    """Simulations add predictions up: the value with the least relative error would be too short by a tenth."""
+    draw, times, load = random.Random(4), StepTime(), Load(8, 8, 8000.0)
+    for _ in range(600):
+        times.learn(load, truth(load) * draw.choice([0.75, 0.85, 1.0, 1.4]))
+    assert times.seconds(load) == pytest.approx(truth(load), rel=0.04)

@@ -41,7 +41,7 @@ class Cost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_model_len: int
     step_target: float | None = 0.05
     overhead: float = 0.0
-    """Seconds of every step beside the model's, of the engine and of sending what it gives."""
+    """Seconds between two steps: what the engine does that no step in flight hides."""
 
     def times(self) -> StepTime:
         """The model of step time."""

@@ -4,15 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.cli.bench.drawing import COLOURS, Box, Line, legend, panel, picture, rounded
+from penstock.cli.bench.figures import percentile
 from penstock.cli.simulation.fleet import Outcome, Record
 from penstock.core.service import Service
 
-PERCENTILES = (0.5, 0.9, 0.99)
-
-
-def at(values: Sequence[float], share: float) -> float:
-    """A percentile of sorted values; 0 of none."""
-    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+PERCENTILES = (50, 90, 99)
 
 
 def figures(outcome: Outcome, classes: Mapping[str, Service]) -> dict[str, Any]:
@@ -37,17 +33,17 @@ def _of(records: Sequence[Record], service: Service) -> dict[str, Any]:
     first, each = sorted(record.ttft for record in answered), sorted(record.tpot for record in answered if record.tokens > 1)
     return {"requests": len(records), "refused": sum(record.refused for record in records) / len(records),
             "goodput": sum(record.kept(service) for record in records) / len(records),
-            **{f"ttft_p{share * 100:g}": at(first, share) for share in PERCENTILES},
-            **{f"tpot_p{share * 100:g}": at(each, share) for share in PERCENTILES}}
+            **{f"{name}_p{p}": percentile(values or [0.0], p) for name, values in (("ttft", first), ("tpot", each))
+               for p in PERCENTILES}}
 
 
 def table(found: Mapping[str, Any]) -> str:
     """The figures as text."""
     lines = [f"{'class':14}{'requests':>9}{'goodput':>9}{'refused':>9}" + "".join(
-        f"{name} p{share * 100:g}".rjust(12) for name in ("TTFT", "TPOT") for share in PERCENTILES)]
+        f"{name} p{p}".rjust(12) for name in ("TTFT", "TPOT") for p in PERCENTILES)]
     for tier, own in found["classes"].items():
         lines.append(f"{tier:14}{own['requests']:>9}{own['goodput']:>9.1%}{own['refused']:>9.1%}" + "".join(
-            f"{own[f'{name}_p{share * 100:g}'] * 1e3:>9.1f} ms" for name in ("ttft", "tpot") for share in PERCENTILES))
+            f"{own[f'{name}_p{p}'] * 1e3:>9.1f} ms" for name in ("ttft", "tpot") for p in PERCENTILES))
     used = found["utilisation"]
     lines.append(f"goodput {found['goodput']:.1%} ({found['kept_per_second']:.2f} requests/s), "
                  f"{found['output_tokens_per_second']:.0f} output tokens/s, {found['hit_rate']:.1%} of prompts cached, "
@@ -65,7 +61,7 @@ def curves(records: Sequence[Record], title: str) -> str:
         for colour, tier in zip(COLOURS, sorted({record.tier for record in records}), strict=False):
             own = [record for record in records if record.tier == tier and record.tokens > i]
             values = sorted(max(1e-4, float(value.fget(record))) for record in own)  # type: ignore[attr-defined]
-            points = [(at(values, step / 100), step / 100) for step in range(101)]
+            points = [(percentile(values, step), step / 100) for step in range(101)] if values else []
             lines += [Line(tier or "none", points, colour)] if values else []
         if lines:
             box = Box(70 + 430 * i, 60, 340, 220)
