@@ -7,8 +7,10 @@ tenants   ten keys, one of which sends ten times as much: Jain's index over the 
 simulated the same requests over HTTP and by `penstock simulate`: TTFT and TPOT of both
 
 usage: python bench/http_cases.py [--case overload ...] [--held] [--seconds 20] [--output FILE.json]
+                                   [--cores 0-3 4-7] [--threads 2]
 
 `--held` holds each step back to a cost model's time (`slow_engine.py`): a client on the same cores slows the server less.
+`--cores` gives the server and the clients processors of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,14 @@ CLASSES = {"interactive": {"ttft": 2.0, "tpot": 0.05}, "real": {"ttft": 0.3, "tp
 """Promises of the held server, and those of canary's own steps, which take about a tenth of the time."""
 SHORT = ("--random-input-len", "150", "--random-output-len", "15", "--random-range-ratio", "0.33")
 PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
+loads = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]
+"""Of the overload, in multiples of the capacity."""
+MEANS = ("time_to_first_token", "request_queue_time", "request_prefill_time")
+"""Histograms of the server, without vLLM's prefix and `_seconds`."""
+cores: list[list[str]] = [[], []]
+"""What the commands of the server and of the clients begin with."""
+threads: list[str] = []
+"""The server's option."""
 
 
 @contextlib.contextmanager
@@ -52,8 +63,8 @@ def server(held: bool, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
         start = [sys.executable, str(ROOT / "bench/slow_engine.py")] if held else \
             [*PENSTOCK, "serve", "canary", "--classes", str(classes), "--no-log-requests"]
         command = [*start, "--port", str(PORT), "--max-num-seqs", str(ROWS)]
-        process = subprocess.Popen([*command, *flags], env=os.environ | {"PENSTOCK_COST": str(cost)}, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([*cores[0], *command, *flags, *(() if held else threads)], stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL, env=os.environ | {"PENSTOCK_COST": str(cost)})
         try:
             until = time.monotonic() + 60
             while time.monotonic() < until:
@@ -69,7 +80,7 @@ def server(held: bool, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def load(*flags: str, tier: str = "interactive", key: str = "") -> subprocess.Popen[bytes]:
     """A client that begins now and prints its figures as JSON."""
-    return subprocess.Popen([*PENSTOCK, "bench", "serve", "--url", URL, "--json", "--quiet", "--extra-body",
+    return subprocess.Popen([*cores[1], *PENSTOCK, "bench", "serve", "--url", URL, "--json", "--quiet", "--extra-body",
                              json.dumps({"service_tier": tier}), *flags],
                             env=os.environ | ({"PENSTOCK_API_KEY": key} if key else {}), stdout=subprocess.PIPE)
 
@@ -93,13 +104,48 @@ def capacity() -> float:
 
 def short(rate: float, seconds: float, held: bool) -> dict[str, Any]:
     """Figures of short interactive requests at a rate."""
-    return figures(load(*SHORT, "--num-prompts", str(int(rate * seconds)), "--request-rate", f"{rate}", *goodput(held)))
+    seen = figures(load(*SHORT, "--num-prompts", str(int(rate * seconds)), "--request-rate", f"{rate}", "--save-detailed",
+                        *goodput(held)))
+    promised = CLASSES["interactive" if held else "real"]
+    per = [statistics.fmean(gaps) for gaps in seen["itls"] if gaps]
+    return seen | {"late_ttft": sum(ttft > promised["ttft"] for ttft in seen["ttfts"] if ttft is not None),
+                   "late_tpot": sum(gap > promised["tpot"] for gap in per)}
+
+
+def worked(process: subprocess.Popen[bytes]) -> list[float]:
+    """Processor seconds of the server and of its engine so far."""
+    ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in family(process)]
+    seconds = [(int(one[11]) + int(one[12])) / os.sysconf("SC_CLK_TCK") for one in ticks]
+    return [seconds[0], sum(seconds[1:])]
+
+
+def counts(since: dict[str, float] | None = None) -> dict[str, float]:
+    """Values of the server's metrics, less those of an earlier time."""
+    lines = urllib.request.urlopen(f"{URL}/metrics", timeout=5).read().decode().splitlines()
+    found = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    names = [(name.partition("{")[0], float(value)) for name, _, value in found]
+    return {name: value - (since or {}).get(name, 0.0) for name, value in names}
+
+
+def mean(now: dict[str, float], above: str, below: str) -> float:
+    """Milliseconds: of one counter, in seconds, for each of another."""
+    return round(1e3 * now[above] / max(1.0, now[below]), 3)
+
+
+def steps(now: dict[str, float]) -> dict[str, float]:
+    """Steps, and what each took in the worker and for planning."""
+    each = {f"{name}_ms": mean(now, f"penstock:{name}_seconds_total", "penstock:steps_total") for name in ("worker", "plan")}
+    return {"steps": now["penstock:steps_total"], **each}
+
+
+def family(process: subprocess.Popen[bytes]) -> tuple[str, ...]:
+    """The server's process id, and that of its engine."""
+    return str(process.pid), *Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
 
 
 def resident(process: subprocess.Popen[bytes]) -> int:
     """Bytes of memory of the server and its engine."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in (process.pid, *children))
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in family(process))
 
 
 def low(held: bool, seconds: float) -> list[dict[str, Any]]:
@@ -116,8 +162,9 @@ def low(held: bool, seconds: float) -> list[dict[str, Any]]:
 
 
 def pick(seen: dict[str, Any]) -> dict[str, Any]:
-    names = ("completed", "failed", "request_goodput", "output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms",
-             "p99_itl_ms", "p50_refusal_ms", "p99_refusal_ms", "first_error")
+    names = ("completed", "failed", "late_ttft", "late_tpot", "duration", "client_cpu_share", "request_goodput",
+             "output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_itl_ms",
+             "p50_refusal_ms", "p99_refusal_ms", "first_error")
     found = {name: seen[name] for name in names if seen.get(name) is not None}
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in found.items()}
 
@@ -126,10 +173,12 @@ def overload(held: bool, seconds: float) -> list[dict[str, Any]]:
     found = []
     with server(held) as process:
         most = capacity()
-        for share in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0):
-            before, rate = resident(process), most * share
-            found.append({"load": share, "rate": round(rate, 1), **pick(short(rate, seconds, held)),
-                          "grown": round(resident(process) / before - 1, 4)})
+        for share in loads:
+            before, spent, counted, rate = resident(process), worked(process), counts(), most * share
+            seen = pick(short(rate, seconds, held))
+            grown, used = resident(process) / before - 1, [round(b - a, 2) for a, b in zip(spent, worked(process), strict=True)]
+            found.append({"load": share, "rate": round(rate, 1), **seen, "grown": round(grown, 4),
+                          "cpu_seconds": dict(zip(("frontend", "engine"), used, strict=True)), **steps(counts(counted))})
             print(json.dumps(found[-1]), flush=True)
     return found
 
@@ -181,19 +230,25 @@ def simulated(held: bool, seconds: float) -> list[dict[str, Any]]:
     with server(held, *(() if held else ("--no-enable-prefix-caching",))), tempfile.TemporaryDirectory() as folder:
         closed = [figures(load(*shape, "--num-prompts", str(turns * ROWS), "--max-concurrency", str(ROWS), tier="default"))
                   for turns in (3, 6)]
-        rate = 0.7 * closed[1]["request_throughput"]
+        rate, before = 0.7 * closed[1]["request_throughput"], counts()
         real = figures(load(*shape, "--num-prompts", str(int(rate * seconds)), "--request-rate", f"{rate}", "--save-detailed",
                             tier="default"))
+        now = counts(before)
         trace, cost = Path(folder) / "trace.jsonl", Path(folder) / "cost.json"
-        cost.write_bytes(urllib.request.urlopen(f"{URL}/step_time", timeout=5).read())
+        model = urllib.request.urlopen(f"{URL}/step_time", timeout=5).read()
+        cost.write_bytes(model)
         names = ("start_times", "input_lens", "output_lens")
         trace.write_text("".join(json.dumps({"timestamp": start * 1e3, "input_length": n_in, "output_length": n_out}) + "\n"
                                  for start, n_in, n_out in zip(*map(real.__getitem__, names), strict=True)))
         predicted = json.loads(subprocess.run([*PENSTOCK, "simulate", str(trace), "--model-cost", str(cost), "--json"],
-                                              check=True, capture_output=True).stdout)["classes"]["standard"]
-    pairs = {f"p{share}_{name}_ms": (real[f"p{share}_{name}_ms"], predicted[f"{name}_p{share}"] * 1e3)
+                                              check=True, capture_output=True).stdout)
+        standard, busy = predicted["classes"]["standard"], now["penstock:worker_seconds_total"] / real["duration"]
+    pairs = {f"p{share}_{name}_ms": (real[f"p{share}_{name}_ms"], standard[f"{name}_p{share}"] * 1e3)
              for name in ("ttft", "tpot") for share in (50, 99)}
-    found = [{"rate": round(rate, 2), "requests": real["completed"],
+    means = {name: mean(now, f"vllm:{name}_seconds_sum", f"vllm:{name}_seconds_count") for name in MEANS}
+    found = [{"rate": round(rate, 2), "requests": real["completed"], "mean_ttft_ms": round(real["mean_ttft_ms"], 2),
+              "server_ms": means, "busy": round(busy, 3), "simulated_busy": round(predicted["utilisation"][0], 3),
+              **steps(now), "cost": json.loads(model),
               **{name: {"measured": round(ours, 2), "simulated": round(theirs, 2), "off": round(theirs / ours - 1, 3)}
                  for name, (ours, theirs) in pairs.items()}}]
     print(json.dumps(found[-1]), flush=True)
@@ -208,8 +263,14 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--held", action="store_true")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--loads", nargs="+", type=float, default=loads, help="of the overload, in multiples of the capacity")
+    parser.add_argument("--cores", nargs=2, metavar=("SERVER", "CLIENTS"), help="as taskset -c takes them; by default any")
+    parser.add_argument("--threads", type=int, help="of the server's kernels")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    loads[:] = args.loads
+    cores[:] = [["taskset", "-c", one] for one in args.cores] if args.cores else cores
+    threads[:] = ["--threads", str(args.threads)] if args.threads else []
     result = {name: CASES[name](args.held, args.seconds) for name in args.case if not (args.held and name == "tenants")}
     if args.output:
         args.output.write_text(json.dumps({"environment": environment(), "held": args.held, **result}, indent=1))
