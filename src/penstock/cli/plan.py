@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
+from penstock.cli.bench.workload import numbers
 from penstock.cli.simulate import add_trace, cost_of, simulated
 from penstock.cli.simulation.fleet import ROUTERS, Cost
 from penstock.cli.simulation.report import figures
@@ -79,10 +80,8 @@ def _fewest(args: argparse.Namespace, cost: Cost, classes: dict[str, service.Ser
 
 
 def _slo(text: str) -> service.Service:
-    try:
-        given = {name: float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
-    except ValueError:
-        given = {"": 0.0}
+    usage = "--slo takes ttft=SECONDS,tpot=SECONDS"
+    given = numbers(text, "=", usage)
     if set(given) - {"ttft", "tpot"} or min(given.values()) <= 0:
-        raise ConfigError(f"--slo takes ttft=SECONDS,tpot=SECONDS, got {text!r}")
+        raise ConfigError(f"{usage}, got {text!r}")
     return service.Service(ttft=given.get("ttft", math.inf), tpot=given.get("tpot", math.inf))

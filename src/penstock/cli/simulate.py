@@ -10,16 +10,13 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.cli.bench.workload import Lengths, read_trace
+from penstock.cli.bench.workload import BLOCK, Lengths, numbers, read_trace
 from penstock.cli.simulation.fleet import ROUTERS, Cost, Fleet, Outcome, read_cost
 from penstock.cli.simulation.report import curves, figures, table
 from penstock.core import service
 from penstock.core.errors import ConfigError
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
-
-_BLOCK = 512
-"""Tokens that one of a Mooncake trace's hashes stands for."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -76,12 +73,13 @@ def requests(args: argparse.Namespace, cost: Cost, classes: dict[str, service.Se
     """The trace's requests: equal blocks are equal tokens, all other prompts are different."""
     if args.rate <= 0:
         raise ConfigError(f"--rate must be above 0, got {args.rate}")
-    tiers, draw, first = _mix(args.mix, classes), random.Random(0), 0.0
+    shares = numbers(args.mix or f"{service.DEFAULT}=1", "=", "--mix takes CLASS=SHARE,...")
+    names, draw, first = [service.named(name, classes) for name in shares], random.Random(0), 0.0
     for number, item in enumerate(read_trace(args.trace)):
         if number == args.requests:
             return
         first = first or item.arrival
-        tier = service.named(item.tier or draw.choices(*tiers)[0], classes)
+        tier = service.named(item.tier or draw.choices(names, list(shares.values()))[0], classes)
         arrival = 1.0 + (item.arrival - first) / args.rate
         room = cost.max_model_len - 1
         output = max(1, min(item.output_len, room - min(item.input_len, room - 1)))
@@ -92,18 +90,6 @@ def requests(args: argparse.Namespace, cost: Cost, classes: dict[str, service.Se
 
 def _tokens(number: int, item: Lengths) -> list[int]:
     if item.blocks:
-        return [token for block in item.blocks for token in range(block * _BLOCK, (block + 1) * _BLOCK)][:item.input_len]
+        return [token for block in item.blocks for token in range(block * BLOCK, (block + 1) * BLOCK)][:item.input_len]
     base = (1 << 30) + number * 200_003 % (1 << 29)
     return list(range(base, base + item.input_len))
-
-
-def _mix(text: str, classes: dict[str, service.Service]) -> tuple[list[str], list[float]]:
-    names, shares = list[str](), list[float]()
-    for part in filter(None, text.split(",")):
-        name, _, share = part.partition("=")
-        names.append(service.named(name, classes))
-        try:
-            shares.append(float(share))
-        except ValueError:
-            raise ConfigError(f"--mix takes CLASS=SHARE,..., got {text!r}") from None
-    return (names, shares) if names else ([service.DEFAULT], [1.0])

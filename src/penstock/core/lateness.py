@@ -7,8 +7,7 @@ class Lateness:
     def __init__(self, gain: float = 0.125, deviation: float = 0.0) -> None:
         """`gain`: weight of the newest in the mean, twice that in the deviation, which begins with `deviation` seconds."""
         self._gain = gain
-        self._mean, self._deviation = 0.0, deviation
-        self.deviations = 4.0
+        self._mean, self._deviation, self.deviations = 0.0, deviation, 4.0
 
     @property
     def late(self) -> float:

@@ -80,7 +80,6 @@ class StepTime:
         self._sums: dict[tuple[int, bool, bool], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
         self._weight, self._recent = 1.0, 0.0
         self._unread: list[tuple[Load, float]] = []
-        self._unread_seconds = 0.0
         self._matrix, self._vector = np.zeros((size, size)), np.zeros(size)
 
     @property
@@ -125,27 +124,24 @@ class StepTime:
         self.steps += 1
         self.longest = max(self.longest, load.tokens)
         self._unread.append((load, seconds))
-        self._unread_seconds += seconds
         unread = len(self._unread)
         # One long prompt is computed before a few such steps have come.
         surprised = load.work > 0 and seconds > _STARTLING * self.seconds(load)
         if surprised or self.steps < 4 * _SOLVE or unread == _SOLVE_MOST or (
-                unread >= _SOLVE and self._unread_seconds >= _SOLVE_SECONDS):
+                unread >= _SOLVE and sum([took for _, took in self._unread]) >= _SOLVE_SECONDS):
             loads, measured = zip(*self._unread, strict=True)
             self._unread.clear()
-            self._unread_seconds = 0.0
             self._fit(loads, np.array(measured))
 
     def _fit(self, loads: Sequence[Load], seconds: npt.NDArray[np.float64]) -> None:
         terms = np.array([self._terms(load) for load in loads])
         predicted = terms @ self.weights
-        weights = np.full(len(loads), self._weight)
         if self.known:
             off = abs(predicted - seconds) / seconds
             self.error += min(1.0, max(_NEWEST * len(loads), 1 / self.steps)) * (float(off.mean()) - self.error)
             self._recent += min(1.0, _RECENT * len(loads)) * (float(np.minimum(off, 1.0).mean()) - self._recent)
         growth = _AGE + _STARTLED * self._recent ** 2
-        weights *= growth ** np.arange(len(loads))
+        weights = self._weight * growth ** np.arange(len(loads))
         self._weight *= growth ** len(loads)
         # Errors relative to the prediction: those relative to the measured times are least below their mean.
         unit = np.where(seconds > _UNUSUAL * predicted, seconds, np.minimum(predicted, _UNUSUAL * seconds))

@@ -62,9 +62,8 @@ class Forecast:
     def begun(self, sequence: Sequence, now: float) -> None:
         """Learns from the forecast of a sequence that has its first token now, or will have it then."""
         if sequence.forecast:
-            errors = self._errors[sequence.request.tier]
+            errors, wider = self._errors[sequence.request.tier], _KEPT if now <= sequence.promise else _BROKEN
             errors.took(now - sequence.forecast)
-            wider = _KEPT if now <= sequence.promise else _BROKEN
             errors.deviations = min(_WIDEST, max(_NARROWEST, errors.deviations + wider))
             sequence.forecast = 0.0
 

@@ -14,8 +14,9 @@ _PATIENCE = 2.0
 """Summed waiting time of prompts, in seconds, after which they may add more: in proportion, up to the target."""
 _MARGIN, _ERROR = 0.9, 0.5
 """Part of a promise that a step is planned to take: 1 / (1 + the error of predictions), of which at most so much counts."""
-_SOON = 0.25
-"""Part of its promise for which a prompt waits before steps become as long as the answers beside it were promised."""
+SOON = 0.25
+"""Part of its promise for which a prompt waits before steps become as long as the answers beside it were promised, and before
+others make room for it."""
 _CALM = 0.45
 """Part of a decode step that prompts may add which were promised four times their own time."""
 _SLOW = 0.1
@@ -88,7 +89,7 @@ class Pace:
         if not first:
             return decoding, part, later
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in first)
-        if promised is not None and any(now - s.request.arrival > _SOON * (s.promise - s.request.arrival) for s in first):
+        if promised is not None and any(now - s.request.arrival > SOON * (s.promise - s.request.arrival) for s in first):
             waited = math.inf
         unread = sum(s.goal - s.planned for s in first)
         at = sum(s.planned for s in first) / len(first) + self._most / 8

@@ -15,6 +15,7 @@ from penstock.core.sequence import Sequence
 from penstock.core.service import Service
 from penstock.core.steptime import Load, StepTime
 from penstock.scheduler.forecast import Forecast
+from penstock.scheduler.pace import SOON
 from penstock.scheduler.policy import POLICIES, Key, Order, Policy, Standing
 from penstock.scheduler.step import InFlight
 
@@ -30,8 +31,6 @@ _OUTPUT = 4.0
 """Cost of an output token in prompt tokens, until the model of step time knows."""
 _FULL = 0.75
 """Part of a promise between tokens that a step without prompts may take: they need the rest."""
-_SOON = 0.25
-"""Part of its promise for which a request waits before others make room for it."""
 _URGENT = 5
 """Steps before a prompt must start at which others make room for it."""
 
@@ -192,7 +191,7 @@ class Promises(Policy):
 
     def urgent(self, sequence: Sequence, now: float, decode: Load) -> bool:
         service, least = self.service(sequence), self._own(sequence) + _URGENT * self._times.seconds(decode)
-        return not service.preemptible and sequence.promise - now < max((1 - _SOON) * service.ttft, least)
+        return not service.preemptible and sequence.promise - now < max((1 - SOON) * service.ttft, least)
 
     def _own(self, sequence: Sequence) -> float:
         """Predicted seconds to compute what a sequence has left to read, with nothing beside it."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from penstock.cli.api import complaint, first_model
 from penstock.cli.bench.figures import spread
-from penstock.cli.bench.workload import Item, Workload, make_workload, poisson_arrivals
+from penstock.cli.bench.workload import Item, Workload, make_workload, numbers, poisson_arrivals
 from penstock.cli.client import Wire
 from penstock.core.errors import ConfigError, PenstockError
 
@@ -29,7 +29,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 def measure_server(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the load and returns the result."""
     percentiles = _percentiles(args.metric_percentiles)
-    limits = _limits(args.goodput)
+    limits = numbers(",".join(args.goodput), ":", "--goodput takes NAME:MILLISECONDS") if args.goodput else {}
+    for name in limits.keys() - METRICS:
+        raise ConfigError(f"--goodput knows {', '.join(METRICS)}, not {name!r}")
     text = (args.prompt or ("text" if args.endpoint == "chat" else "ids")) == "text"
     if args.endpoint == "chat" and not text:
         raise ConfigError("chat requests have no token-id prompts; use --prompt text or --endpoint completions")
@@ -61,19 +63,6 @@ def _percentiles(text: str) -> list[float]:
     if not all(0 <= value <= 100 for value in values):
         raise ConfigError(f"percentiles are between 0 and 100, got {text!r}")
     return values
-
-
-def _limits(texts: list[str]) -> dict[str, float]:
-    limits: dict[str, float] = {}
-    for text in texts:
-        name, _, value = text.partition(":")
-        try:
-            limits[name] = float(value)
-        except ValueError:
-            raise ConfigError(f"--goodput takes NAME:MILLISECONDS, got {text!r}") from None
-        if name not in METRICS:
-            raise ConfigError(f"--goodput knows {', '.join(METRICS)}, not {name!r}")
-    return limits
 
 
 # The fields of a chunk that are read; msgspec skips the others without building them.

@@ -21,7 +21,8 @@ from penstock.core.errors import ConfigError
 FIRST_ID = 3
 """Lower token ids are unknown, begin and end of text in most vocabularies."""
 
-MOONCAKE_BLOCK = 512
+BLOCK = 512
+"""Tokens that one of the hashes of a Mooncake trace stands for."""
 
 WORDS = """
     time year people way day man thing woman life child world school state family student group country problem hand
@@ -118,7 +119,7 @@ def _prompt(args: argparse.Namespace, index: int, length: int, blocks: tuple[int
             first: int) -> Iterator[int]:
     """Token ids: the shared prefix or the trace's blocks, then tokens of this request's own."""
     if blocks:
-        block = max(1, round(MOONCAKE_BLOCK * args.length_scale))
+        block = max(1, round(BLOCK * args.length_scale))
         for at in range(0, length, block):
             dice = random.Random(f"block {args.seed} {blocks[min(at // block, len(blocks) - 1)]}")
             for _ in range(min(block, length - at)):
@@ -147,18 +148,23 @@ def read_trace(path: Path) -> Iterator[Lengths]:
         raise ConfigError(f"{path} is not a trace that is known (Azure or Vidur CSV, Mooncake JSONL): {error!r}") from None
 
 
+def numbers(text: str, sign: str, usage: str) -> dict[str, float]:
+    """Names and their numbers, of which commas separate pairs, and the sign the two. ConfigError, with the `usage`."""
+    try:
+        return {name: float(value) for name, _, value in (part.partition(sign) for part in text.split(","))}
+    except ValueError:
+        raise ConfigError(f"{usage}, got {text!r}") from None
+
+
 def _trace_row(row: dict[str, Any], number: float) -> Lengths:
-    return _lengths(row, number)._replace(tier=row.get("class") or "", tenant=row.get("tenant") or "",
-                                          deadline=float(row.get("deadline") or 0.0))
-
-
-def _lengths(row: dict[str, Any], number: float) -> Lengths:
+    whose = row.get("class") or "", row.get("tenant") or "", float(row.get("deadline") or 0.0)
     if "ContextTokens" in row:
         moment = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        return Lengths(moment, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        return Lengths(moment, int(row["ContextTokens"]), int(row["GeneratedTokens"]), (), *whose)
     if "num_prefill_tokens" in row:
-        return Lengths(number, int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])))
-    return Lengths(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), tuple(row.get("hash_ids", ())))
+        return Lengths(number, int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])), (), *whose)
+    return Lengths(row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), tuple(row.get("hash_ids", ())),
+                   *whose)
 
 
 def poisson_arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:

@@ -13,13 +13,13 @@ PERCENTILES = (50, 90, 99)
 
 def figures(outcome: Outcome, classes: Mapping[str, Service]) -> dict[str, Any]:
     """Everything that a run showed, by class and in all, in seconds and tokens."""
-    records, found = outcome.records, dict[str, Any]()
+    records = outcome.records
     tiers = {tier: [record for record in records if record.tier == tier] for tier in sorted({r.tier for r in records})}
-    found["classes"] = {tier or "none": _of(own, classes[tier]) for tier, own in tiers.items()}
     span = max(outcome.seconds - (records[0].arrival if records else 0.0), 1e-9)
     kept = sum(record.kept(classes[record.tier]) for record in records)
     prompts = sum(record.prompt for record in records if record.tokens)
-    return found | {
+    return {
+        "classes": {tier or "none": _of(own, classes[tier]) for tier, own in tiers.items()},
         "requests": len(records), "goodput": kept / max(1, len(records)), "kept_per_second": kept / span,
         "refused": sum(record.refused for record in records) / max(1, len(records)), "seconds": span,
         "output_tokens_per_second": sum(record.tokens for record in records) / span,
@@ -56,11 +56,10 @@ def table(found: Mapping[str, Any]) -> str:
 def curves(records: Sequence[Record], title: str) -> str:
     """SVG: the cumulative distributions of TTFT and TPOT by class."""
     parts: list[str] = []
-    for i, (name, value) in enumerate((("TTFT", Record.ttft), ("TPOT", Record.tpot))):
+    for i, name in enumerate(("TTFT", "TPOT")):
         lines = []
         for colour, tier in zip(COLOURS, sorted({record.tier for record in records}), strict=False):
-            own = [record for record in records if record.tier == tier and record.tokens > i]
-            values = sorted(max(1e-4, float(value.fget(record))) for record in own)  # type: ignore[attr-defined]
+            values = sorted(max(1e-4, getattr(one, name.lower())) for one in records if one.tier == tier and one.tokens > i)
             points = [(percentile(values, step), step / 100) for step in range(101)] if values else []
             lines += [Line(tier or "none", points, colour)] if values else []
         if lines:
