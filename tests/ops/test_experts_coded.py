@@ -141,8 +141,8 @@ def test_every_number_of_tokens_has_tiles_that_fit_together() -> None:
         for tokens in (1, 4, 5, 50, 256, 257, 1500, 35000):
             for invariant in (False, True):
                 plan = choose_coded(tokens, 2, stack, stack, invariant, boxes=True)
-                assert plan.down.boxed == (tokens >= 1500 and not invariant and scheme == FP8("token"))
-                assert plan.up.tall == plan.down.tall and (plan.sort or tokens <= 256)
+                assert plan.down.boxed == (tokens >= 256 and not invariant and scheme == FP8("token"))
+                assert plan.up.tall == plan.down.tall and (plan.sort or tokens <= 32)
                 assert plan.up.tall >= 16 or (tokens <= 4 and not invariant), "one by one is another order of sums"
 
 

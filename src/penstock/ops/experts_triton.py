@@ -31,8 +31,10 @@ class Plan(NamedTuple):
 
 _ONE_BY_ONE = 4
 """The most tokens of which each reads its experts for itself: few experts are shared, and L2 has them."""
+_FEW = 64
+"""The most picks that are not sorted first: each program finds its expert's own."""
 _UNSORTED = 512
-"""The most picks of which each program finds its expert's own."""
+"""The same of products alone, which nothing sorts."""
 _ARRANGED = 4096
 """The most picks that one launch sorts."""
 
@@ -49,10 +51,9 @@ def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes
         return Plan(up, Tile(1, 16, 256, stages=2, ahead=2), False)
     total = tokens * picks
     each = total / experts
-    if total <= _UNSORTED and each <= 16:
-        return Plan(Tile(16, 64, 128, stages=3, swap=True), Tile(16, 64, 128, stages=2, swap=True), False)
-    if each <= 4:
-        return Plan(Tile(16, 64, 128, stages=3, swap=True), Tile(16, 64, 128, stages=2, swap=True), True)
+    if total <= _FEW or each <= 12:
+        tile = Tile(16, 64, 128, stages=3, swap=True)
+        return Plan(tile, tile, total > _FEW)
     if each <= 20:
         return Plan(Tile(32, 64, 64, swap=True), Tile(32, 64, 128, stages=3, swap=True), True)
     if each <= 80:
@@ -77,14 +78,16 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
     if alone and tokens <= (_ONE_BY_ONE if four else 1):
         one = Tile(1, 32, 256, stages=3) if four else Tile(1, 8, 128, warps=1, stages=6)
         return Plan(one, one, False)
-    if total <= _UNSORTED and each <= 16:
+    if total <= _FEW:
         return Plan(tile(16, 64), tile(16, 64), False)
-    for most, tall in ((4, 16), (20, 32), (80, 64)):
+    boxed = boxes and not invariant and _boxed(up) and _boxed(down)
+    for most, tall in ((12, 16), (26, 32), (64, 64), (200, 128)) if boxed else ((4, 16), (20, 32), (80, 64)):
         if each <= most:
-            return Plan(tile(tall, 64), tile(tall, 64), True)
+            short = _SHORT._replace(tall=tall, deep=128) if boxed and tall >= 64 else tile(tall, 64)
+            return Plan(tile(tall, 64), short, True)
     # With scales of groups, sums of a group are kept beside the two of gate and up.
     lean = isinstance(up, CodedStack) and up.coded.form != "row"
-    short = _SHORT._replace(deep=128) if boxes and not invariant and _boxed(down) else tile(128, 128, warps=8)
+    short = _SHORT._replace(deep=128) if boxed else tile(128, 128, warps=8)
     return Plan(tile(128, 64 if lean else 128, warps=8), short, True)
 
 
