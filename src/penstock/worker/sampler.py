@@ -24,7 +24,7 @@ from penstock.ops.sample import Feature, SampleOps
 from penstock.worker.borders import border
 from penstock.worker.rows import Rows
 from penstock.worker.scoring import Scores
-from penstock.worker.staging import Ahead, Outbox, Staging, to_host
+from penstock.worker.staging import Outbox, Staging, to_host
 
 _EDITED = int(Feature.EDIT | Feature.ALLOWED)
 _CHANGED = _EDITED | int(Feature.PENALTY)
@@ -107,7 +107,7 @@ class Sampler:
         self._staging = Staging(torch.int32, rows.device)
         self._staging.reserve(3 * len(rows.tokens))
         self._bits = Staging(torch.int32, rows.device)
-        self._room = Ahead(torch.int32, rows.device)
+        self._room = Staging(torch.int32, rows.device)
         self._given: Ints | None = None
         """The host buffer of `_room` that `mask_room` gave away last."""
         self._outbox = Outbox(len(rows.tokens), torch.int32) if rows.device.type == "cuda" else None
@@ -199,6 +199,8 @@ class Sampler:
         if lines > MAX_LOGITS_ROWS:
             return np.empty((lines, words), np.int32)
         size = lines * (words + 1)
+        # Once and for all: this is called outside of the steps' stream, whose work must not lose the memory.
+        self._room.reserve(MAX_LOGITS_ROWS * (words + 1))
         self._given = self._room.host(size)[:size]
         return self._given[:lines * words].reshape(lines, words)
 
@@ -206,7 +208,7 @@ class Sampler:
         count, words = masks.bits.shape
         size = count * (words + 1)
         host, self._given = self._given, None
-        staging: Staging = self._room
+        staging = self._room
         if host is None or len(host) != size or not np.may_share_memory(host, masks.bits):
             # These masks lie elsewhere, or are those of a part of the step's rows.
             staging = self._bits
@@ -216,7 +218,6 @@ class Sampler:
         staging.send(size)
         there = staging.device(size)
         self._ops.mask(logits, there[:count * words].view(count, words), there[count * words:])
-        self._room.read()
 
     def _bring(self, lists: list[npt.NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
         """Uploads lists of row indices in one copy. Returns them as int32 device tensors."""

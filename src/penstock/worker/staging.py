@@ -54,36 +54,6 @@ class Staging:
         return self._there[:size]
 
 
-class Ahead(Staging):
-    """A staging buffer that is filled beside the work of the current stream, which waits for the copy alone."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype, device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._read = torch.cuda.Event() if device.type == "cuda" else None
-
-    def reserve(self, size: int) -> None:
-        before = len(self._there)
-        super().reserve(size)
-        if self._stream is not None and len(self._there) > before:
-            # Freed memory belongs to the stream that it was used on, and this one is written from another.
-            torch.cuda.synchronize(self._device)
-
-    def send(self, size: int) -> None:
-        if self._stream is None or self._read is None:
-            return
-        reading = torch.cuda.current_stream(self._device)
-        self._stream.wait_event(self._read)
-        with torch.cuda.stream(self._stream):
-            super().send(size)
-        reading.wait_stream(self._stream)
-
-    def read(self) -> None:
-        """Marks where the current stream has read what was sent last."""
-        if self._read is not None:
-            self._read.record()
-
-
 class _Slot:
     def __init__(self, size: int, there: torch.Tensor) -> None:
         cuda = there.is_cuda
