@@ -137,14 +137,17 @@ def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
 
     n, k, linked = weight.n if gate is None else weight.n // 2, weight.k, gpu.linked(x.device)
     out = torch.empty(1, n, dtype=dtype, device=x.device)
-    wide, deep, warps, stages, ahead = (4, 2048, 4, 4, 2) if k > 8192 else (4 if gate is not None else 8, 512, 2, 6, 4)
-    deep = min(deep, gpu.covering(k))
     v, scale = codes_of(x, weight) or (x, weight.input_scale)
+    rounding = weight.scaled != "none" and v.dtype is not FP8
+    paired = (rounding or v.dtype is FP8) and x.device.type != "cpu"
+    deepest = (8, 1024, 2, 4, 2) if paired else (4, 2048, 4, 4, 2)
+    wide, deep, warps, stages, ahead = deepest if k > 8192 else (4 if gate is not None else 8, 512, 2, 6, 4)
+    deep = min(deep, gpu.covering(k))
+    paired = paired and deep >= 256 * warps  # a thread has eight columns of a row
     kernels.matvec[(-(-n // wide),)](
         v, weight.data, weight.gains, scale, bias, out, n, k, wide=wide, deep=deep, stages=stages,
-        ahead=min(ahead, k // deep), even=k % deep == 0, kind=gate, linked=linked, whole=gpu.covering(k),
-        most=0.0 if weight.scaled == "none" or v.dtype is FP8 else MOST[FP8], num_warps=warps, num_stages=stages,
-        launch_pdl=linked)
+        ahead=min(ahead, k // deep), even=k % deep == 0, kind=gate, linked=linked, whole=gpu.covering(k), paired=paired,
+        most=MOST[FP8] if rounding else 0.0, num_warps=warps, num_stages=stages, launch_pdl=linked)
     return out
 
 

@@ -54,26 +54,44 @@ def _fetch(at, columns, wide: tl.constexpr, threads: tl.constexpr):
 
 
 @triton.jit
-def _operand(v, scale, most: tl.constexpr, dtype: tl.constexpr):
-    """v in float32; with `most` it is rounded as the codes v / scale of `dtype`, at most `most`."""
-    v = v.to(tl.float32)
+def _operand(v, scale, most: tl.constexpr, dtype: tl.constexpr, paired: tl.constexpr):
+    """v in float32, `paired` a sixteenth of it in float16; with `most` it is rounded as the codes v / scale of `dtype`, at most
+    `most`."""
     if most > 0:
-        v = tl.minimum(tl.maximum(v / scale, -most), most).to(dtype).to(tl.float32)
-    return v
+        v = tl.minimum(tl.maximum(v.to(tl.float32) / scale, -most), most).to(dtype)
+    return v.to(tl.float16) * 0.0625 if paired else v.to(tl.float32)
+
+
+@triton.jit
+def _added(total, w, v, paired: tl.constexpr):
+    """total + w * v. `paired`: of FP8 codes w and sixteenths of such v, products are exact in float16. Of eight in a row, two
+    sums of four are rounded to float16 and added in float32 in the first one's place: 12 instructions instead of 20."""
+    if paired:
+        total = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; .reg .b32 p, u, v; .reg .f32 s, t; mov.b32 {a, b}, $8; cvt.rn.f16x2.e4m3x2 u, a; "
+            "cvt.rn.f16x2.e4m3x2 v, b; mul.rn.f16x2 p, u, $10; fma.rn.f16x2 p, v, $11, p; mov.b32 {a, b}, $9; "
+            "cvt.rn.f16x2.e4m3x2 u, a; cvt.rn.f16x2.e4m3x2 v, b; fma.rn.f16x2 p, u, $12, p; fma.rn.f16x2 p, v, $13, p; "
+            "mov.b32 {a, b}, p; cvt.f32.f16 s, a; cvt.f32.f16 t, b; add.f32 s, s, t; add.f32 $0, s, $14; mov.f32 $1, $15; "
+            "mov.f32 $2, $16; mov.f32 $3, $17; mov.f32 $4, $18; mov.f32 $5, $19; mov.f32 $6, $20; mov.f32 $7, $21; }",
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,r,r,r,r,f,f,f,f,f,f,f,f", [w, v, total], dtype=tl.float32, is_pure=True,
+            pack=8)
+    else:
+        total += w.to(tl.float32) * v
+    return total
 
 
 @triton.jit
 def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr,
            ahead: tl.constexpr, even: tl.constexpr, kind: tl.constexpr, linked: tl.constexpr, most: tl.constexpr,
-           whole: tl.constexpr, adapters=None, pieces: tl.constexpr = 1, rank: tl.constexpr = 16, ranks: tl.constexpr = 16,
-           span: tl.constexpr = 16, early: tl.constexpr = 1):
+           whole: tl.constexpr, paired: tl.constexpr = False, adapters=None, pieces: tl.constexpr = 1, rank: tl.constexpr = 16,
+           ranks: tl.constexpr = 16, span: tl.constexpr = 16, early: tl.constexpr = 1):
     """out [n] = weight [n, k] @ x [k]; with a `kind` the weight is [2 n, k] and out = kind(first half) * second half.
 
     A thread accumulates its own columns in float32; the program reduces them once, at the end. The first `ahead` blocks of the
     weight, which k must have, are loaded before the wait for the kernel that writes x. FP8 codes: `gains` are factors of their
     rows, and x is codes times the scale `fixed`, or with `most`, their largest magnitude, it is rounded to codes here, as by
-    ops/coded_kernels.py::quantize; `whole` is a power of two of at least k. `adapters`: the first programs compute x A^T of the
-    row's adapter beside, by ops/lora_kernels.py::low_part."""
+    ops/coded_kernels.py::quantize; `whole` is a power of two of at least k. `paired`: as in `_added`. `adapters`: the first
+    programs compute x A^T of the row's adapter beside, by ops/lora_kernels.py::low_part."""
     program = tl.program_id(0)
     if adapters is not None:
         helpers, data, facts, slots, low, line, told, down, fact = adapters
@@ -110,22 +128,20 @@ def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: t
     total = tl.zeros((wide, deep), tl.float32)
     other = tl.zeros((wide, deep), tl.float32)
     for i in tl.static_range(ahead):
-        v = _operand(tl.load(x + i * deep + columns), scale, most, dtype)[None, :]
-        total += first[i].to(tl.float32) * v
+        v = _operand(tl.load(x + i * deep + columns), scale, most, dtype, paired)[None, :]
+        total = _added(total, first[i], v, paired)
         if kind is not None:
-            other += second[i].to(tl.float32) * v
+            other = _added(other, second[i], v, paired)
     for start in tl.range(ahead * deep, k, deep, num_stages=stages):
-        if even:
-            v = _operand(tl.load(x + start + columns), scale, most, dtype)[None, :]
-            total += tl.load(at + start).to(tl.float32) * v
-            if kind is not None:
-                other += tl.load(beside + start).to(tl.float32) * v
-        else:
-            mask = start + columns < k
-            v = _operand(tl.load(x + start + columns, mask=mask, other=0.0), scale, most, dtype)[None, :]
-            total += tl.load(at + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
-            if kind is not None:
-                other += tl.load(beside + start, mask=mask[None, :], other=0.0).to(tl.float32) * v
+        inside = None if even else start + columns < k
+        across = None if even else inside[None, :]
+        rest: tl.constexpr = None if even else 0.0
+        v = _operand(tl.load(x + start + columns, mask=inside, other=rest), scale, most, dtype, paired)[None, :]
+        total = _added(total, tl.load(at + start, mask=across, other=rest), v, paired)
+        if kind is not None:
+            other = _added(other, tl.load(beside + start, mask=across, other=rest), v, paired)
+    if paired:
+        scale *= 16.0
     y = _finish(tl.sum(total, 1) * scale, tl.sum(other, 1) * scale, gains, bias, kept, n, out.dtype.element_ty, kind)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=rows < n)
 
