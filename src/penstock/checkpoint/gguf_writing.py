@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from penstock.checkpoint.gguf import SIZES
 from penstock.checkpoint.gguf_model import ARCHITECTURES, COMMON, Architecture
@@ -180,15 +180,11 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Sequence[tuple[str, 
     with path.open("xb") as file:
         file.write(head + b"\0" * (-len(head) % _ALIGN))
         for size, block in zip(sizes, data, strict=True):
-            _append(file, block, size)
+            assert len(block) == size, (len(block), size)
+            file.write(block)
+            file.write(b"\0" * (-size % _ALIGN))
             progress(size)
         return file.tell()
-
-
-def _append(file: BinaryIO, block: bytes | memoryview, size: int) -> None:
-    assert len(block) == size, (len(block), size)
-    file.write(block)
-    file.write(b"\0" * (-size % _ALIGN))
 
 
 def _text(value: str) -> bytes:

@@ -34,12 +34,9 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return found
 
 
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight neighbours in AWQ's words, the place of 4 bits that holds each."""
-
-
 def turned(words: torch.Tensor) -> torch.Tensor:
-    """AWQ's words, int32 [k, n / 8] with codes of eight rows each, as codes of rows uint8 [n, k / 2], as `pack` has them."""
+    """AWQ's words, int32 [k, n / 8] with codes of eight rows each, the even ones before the odd ones, as codes of rows uint8
+    [n, k / 2], as `pack` has them."""
     (k, wide), lib = words.shape, native.loaded() if words.device.type == "cpu" else None
     if lib is not None and k % 128 == wide % 16 == 0:
         out, words = torch.empty(8 * wide, k // 2, dtype=torch.uint8), words.contiguous()
@@ -47,8 +44,8 @@ def turned(words: torch.Tensor) -> torch.Tensor:
         return out
     pairs = words.t().contiguous().view(torch.int64)
     found = torch.empty(wide, 8, k // 2, dtype=torch.uint8, device=words.device)
-    for i, place in enumerate(_PLACES):
-        both = pairs >> 4 * place & 0x0000000F_0000000F
+    for i in range(8):
+        both = pairs >> 4 * (i // 2 + i % 2 * 4) & 0x0000000F_0000000F
         found[:, i] = both | both >> 28
     return found.flatten(0, 1)
 

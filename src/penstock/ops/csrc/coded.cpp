@@ -26,7 +26,7 @@ constexpr int64_t PASS = 256;   // rows at a time
 constexpr int64_t TASK = 65536; // bytes of codes that a task takes at least, where there are few rows
 
 #if defined(__AVX512F__)
-constexpr int BIAS = 128;
+constexpr int BIAS = 128, TALLEST = 8;
 // Four bytes in every lane. From memory in one instruction: GCC goes through a general register otherwise.
 static INLINE __m512i quads(const int8_t* from) {
     __m512i v;
@@ -40,7 +40,7 @@ static INLINE vi dot(vi acc, vi w, const int8_t* from) {
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, quads(from));
 }
 #elif defined(__AVX2__)
-constexpr int BIAS = 0;
+constexpr int BIAS = 0, TALLEST = 4;
 template <int BITS>
 static INLINE vi dot(vi acc, vi w, const int8_t* from) {
     __m256i a = (__m256i)w, b = _mm256_broadcastd_epi32(_mm_loadu_si32(from));
@@ -51,7 +51,7 @@ static INLINE vi dot(vi acc, vi w, const int8_t* from) {
     return acc + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
 }
 #else
-constexpr int BIAS = 0;
+constexpr int BIAS = 0, TALLEST = 4;
 template <int BITS>
 static INLINE vi dot(vi acc, vi w, const int8_t* from) {
     for (int i = 0; i < 4; i++) {
@@ -200,12 +200,6 @@ void tile(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out
         for (int r = 0; r < M; r++) store(out + r * PANEL + first, total[r]);
     }
 }
-
-#if defined(__AVX512F__)
-constexpr int TALLEST = 8;
-#else
-constexpr int TALLEST = 4;
-#endif
 
 using Tile = void (*)(const Rows&, int64_t, const Matrix&, int64_t, float*);
 
