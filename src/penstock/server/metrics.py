@@ -37,16 +37,6 @@ TIER_COUNTERS = (
 )
 """Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
 
-GRAMMAR_COUNTERS = (
-    ("grammars_compiled", "grammars_compiled", "Grammars compiled for constrained answers."),
-    ("grammars_cached", "grammars_cached", "Constrained requests whose grammar was compiled before."),
-    ("grammar_seconds", "grammar_seconds", "Time of compiling grammars, beside the steps."),
-    ("masked_tokens", "masks", "Tokens chosen under a mask."),
-    ("mask_seconds", "mask_seconds", "Time in which masks were computed."),
-    ("forced_tokens", "forced_tokens", "Tokens that a grammar left no choice about."),
-)
-"""(name, field of EngineStats, meaning)."""
-
 CONNECTIONS = {"accepted": "Connections taken in.",
                "evicted": "Idle connections closed because there were too many.",
                "refused": "Connections closed, and requests answered with 503, because there were too many connections.",
@@ -143,7 +133,12 @@ class EngineCollector(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", stats.accepted_tokens),
             ("penstock:spec_decode_ahead", "Verifications for whose outcomes it was drafted ahead.", stats.ahead_tries),
             ("penstock:spec_decode_ahead_hits", "Of those, how many outcomes had drafts ready.", stats.ahead_hits),
-            *((f"penstock:{name}", doc, getattr(stats, field)) for name, field, doc in GRAMMAR_COUNTERS),
+            ("penstock:grammars_compiled", "Grammars compiled for constrained answers.", stats.grammars_compiled),
+            ("penstock:grammars_cached", "Constrained requests whose grammar was compiled before.", stats.grammars_cached),
+            ("penstock:grammar_seconds", "Time of compiling grammars, beside the steps.", stats.grammar_seconds),
+            ("penstock:masked_tokens", "Tokens chosen under a mask.", stats.masks),
+            ("penstock:mask_seconds", "Time in which masks were computed.", stats.mask_seconds),
+            ("penstock:forced_tokens", "Tokens that a grammar left no choice about.", stats.forced_tokens),
         ):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
         yield self._by(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",

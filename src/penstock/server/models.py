@@ -93,9 +93,9 @@ class ModelRoutes:
         body = await self.bodies.read(request, NewWeights)
         try:
             await self.state.fleet.replace(self.state.fleet.named(body.model or ""), body.model_path, self.patience)
+        except RequestError:
+            raise
         except PenstockError as error:
-            if isinstance(error, RequestError):
-                raise
             raise RequestError(f"the weights of {body.model_path!r} could not be loaded, so the old ones stay: {error}",
                                param="model_path", code="loading_failed") from None
         return json_response({"success": True, "message": f"serving the weights of {body.model_path}"})

@@ -197,6 +197,8 @@ class EventStream(Response):
                 break
             finally:
                 stream.taker = None
+                if direct is not None:
+                    direct.group.flush()
             await _piece(send, await self._events(deltas) if deltas else self._wire.keep_alive)
             if direct is not None and deltas:
                 taker = functools.partial(self._take, direct)

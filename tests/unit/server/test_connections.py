@@ -50,3 +50,20 @@ def test_headers_beyond_the_limit_are_not_parsed() -> None:
         connection.connection_lost(None)
 
     asyncio.run(run())
+
+
+def test_pieces_of_many_answers_are_written_together() -> None:
+    """Before what is scheduled later, in order, and not to a connection that is closing."""
+    async def run() -> None:
+        group, gone = Connections(ServerOptions(), str, 10_000), Transport()
+        transports = [Transport(), Transport()]
+        gone.closing = True
+        for transport in (*transports, gone, transports[0]):
+            group.write(transport, b"a" if transport is not transports[0] else b"%d" % len(group._pieces))  # type: ignore[arg-type]
+        assert not transports[0].written
+        seen: list[bytes] = []
+        asyncio.get_running_loop().call_soon(lambda: seen.append(transports[0].written + transports[1].written + gone.written))
+        await asyncio.sleep(0)
+        assert seen == [b"03a"]
+
+    asyncio.run(run())

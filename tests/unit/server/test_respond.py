@@ -88,9 +88,28 @@ class FakeDirect:
     def __init__(self, sent: list[tuple[str, bytes]]) -> None:
         self.sent = sent
         self.possible = True
+        self.group = self
 
     def write(self, piece: bytes) -> None:
         self.sent.append(("direct", piece))
+
+    def flush(self) -> None:
+        pass
+
+
+class Holding(FakeDirect):
+    """Holds pieces until they are asked for."""
+
+    def __init__(self, sent: list[tuple[str, bytes]]) -> None:
+        super().__init__(sent)
+        self.held: list[tuple[str, bytes]] = []
+
+    def write(self, piece: bytes) -> None:
+        self.held.append(("held", piece))
+
+    def flush(self) -> None:
+        self.sent += self.held
+        self.held.clear()
 
 
 async def read(stream: Stream) -> None:
@@ -136,6 +155,32 @@ def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
     pair = ["waits", "behind"]
     assert [text[:6] for text in said] == ["one", "two", *pair, "three", "four", *pair, "xxxxxx", "six", *pair, "data: "]
     assert [how for how, _ in sent] == ["send", "direct", "send", "send", "direct", "send", "send", "direct", "send", "send"]
+
+
+def test_what_is_held_is_sent_before_the_end() -> None:
+    """The end wakes the answer before its last piece is put, as in a step of the engine."""
+    sent: list[tuple[str, bytes]] = []
+
+    async def run() -> None:
+        stream = stream_of("a")
+
+        async def send(message: dict[str, Any]) -> None:
+            if message.get("body"):
+                sent.append(("send", message["body"]))
+
+        watch = asyncio.create_task(asyncio.sleep(10))
+        scope = {"type": "http", "extensions": {connections.DIRECT: Holding(sent)}}
+        answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
+        for text in ("one", "two"):
+            await read(stream)
+            if text == "two":
+                stream.end("a")
+            stream.put([Delta("a", 0, [1], text=text)])
+        await answering
+
+    asyncio.run(run())
+    assert [(how, body.split(b'"')[1] if b'"' in body else body) for how, body in sent] == [
+        ("send", b"one"), ("held", b"two"), ("send", respond.DONE)]
 
 
 def test_an_answer_that_cannot_be_written_fails_alone() -> None:

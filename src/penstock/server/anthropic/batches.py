@@ -100,12 +100,18 @@ class MessageBatches:
         return listed(*await self.state.store.run(work))
 
     async def get(self, http: Request) -> Response:
-        return await self._described(http, ref(http, "batch"))
+        named = ref(http, "batch")
+
+        def work(database: Database) -> dict[str, Any]:
+            batch = named.read(database)
+            return _shown(http, batch, _results(database, batch, named.owner))
+
+        return json_response(await self.state.store.run(work))
 
     async def cancel(self, http: Request) -> Response:
         """Ends a batch; what is answered is kept."""
         await self.runner.cancel(ref(http, "batch"))
-        return await self._described(http, ref(http, "batch"))
+        return await self.get(http)
 
     async def delete(self, http: Request) -> Response:
         named = ref(http, "batch")
@@ -124,13 +130,6 @@ class MessageBatches:
         named = ref(http, "batch")
         found = await self.state.store.run(lambda database: [*_results(database, _ended(named.read(database)), named.owner)])
         return Response(b"".join(msgspec.json.encode(one) + b"\n" for one in found), media_type="application/x-jsonl")
-
-    async def _described(self, http: Request, named: Ref) -> Response:
-        def work(database: Database) -> dict[str, Any]:
-            batch = named.read(database)
-            return _shown(http, batch, _results(database, batch, named.owner))
-
-        return json_response(await self.state.store.run(work))
 
 
 def _ended(batch: Batch) -> Batch:
