@@ -24,7 +24,7 @@ class Batch:
         self._limits = limits
         self._pace = pace
         self._drafts = drafts
-        self._turns = Turns(queues, pace.times)
+        self._turns = Turns(queues, pace)
 
     def fill(self, step: InFlight, now: float) -> int | None:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
@@ -34,10 +34,11 @@ class Batch:
         queues, drafting = self._queues, self._drafts
         cache, policy = queues.cache, queues.policy
         running, at, preempted = list(queues.running), 0, False
-        resting = self._resting(running)
+        resting, held = self._resting(running, now)
         # Segments that other stages compute decode beside this step; rows that take turns do not.
         active = [s for s in running if s not in resting] if resting and self._limits.stages == 1 else running
         budget = self._budget(step, active, now)
+        step.held = step.held or held
         reads = step.decode.segments < len(running)
         apart = {s for s in running if s.goal - s.planned > 1 and step.later(s)} if reads else set()
         if apart or resting:
@@ -146,13 +147,14 @@ class Batch:
         step.brief = sum([s.goal - s.planned for s in reading if not self._pace.long(s)])
         return max(decoding, tokens)
 
-    def _resting(self, running: list[Sequence]) -> set[Sequence]:
-        """The sequences that sit this step out: rows that take turns, or, of several pipeline stages, all but an equal part of
-        those that decode, and those that the steps before it still compute, so that every stage has a step to compute."""
+    def _resting(self, running: list[Sequence], now: float) -> tuple[set[Sequence], bool]:
+        """The sequences that sit this step out, and whether no step is planned behind it: rows that take turns, or, of several
+        pipeline stages, all but an equal part of those that decode, and those that the steps before it still compute, so that
+        every stage has a step to compute."""
         stages, queues = self._limits.stages, self._queues
         if stages == 1:
-            return self._turns.resting(running) if self._limits.step_target else set()
+            return self._turns.resting(running, now) if self._limits.step_target else (set(), False)
         recent = {sequence for step in islice(reversed(queues.in_flight), stages - 1) for sequence in step.sampling()}
         decoding = [sequence for sequence in queues.running if sequence.goal - sequence.planned == 1]
         ready = [sequence for sequence in decoding if sequence not in recent]
-        return recent.union(ready[-(-len(decoding) // stages):])
+        return recent.union(ready[-(-len(decoding) // stages):]), False

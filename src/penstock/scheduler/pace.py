@@ -27,10 +27,10 @@ _WORTH = 64
 """Tokens for which such prompts save up their part of several steps: fewer cost much more each."""
 _PAUSE = 32
 """Mixed steps in a row before one pure decode step, which measures what decoding alone takes."""
-_WHOLE = 4.0
-"""Pieces of long prompts take at least so many times what a step does without them."""
-_LIVELY = 1.0
-"""Seconds after a short prompt in which another one is expected."""
+_PIECE, _WHOLE = 1 / 16, 2.5
+"""Pieces of others' work that short requests wait for: part of the target, at least so many times the shortest step."""
+LIVELY = 1.0
+"""Seconds after a small request in which another one is expected."""
 _GROWN = 1.5
 """Growth of the decoding batch that brings the next pure decode step forward."""
 
@@ -51,8 +51,8 @@ class Pace:
         """Sequences of the latest pure decode step."""
         self._reading = 0
         """Number of mixed steps in a row."""
-        self._lively = 0.0
-        """Until when short prompts are expected."""
+        self.lively = 0.0
+        """Until when small requests are expected."""
         self.held = False
         """Whether the latest budget was held back for short prompts that are expected."""
         self._saved = 0.0
@@ -61,6 +61,12 @@ class Pace:
         """Of the model of step time, by which `_long` was found."""
         self._long = 1 << 40, 1 << 40
         """Prompts of more tokens, without scores and with, take longer than the target alone."""
+
+    @property
+    def piece(self) -> float:
+        """Seconds of a step that short requests may have to wait for, where they are expected; needs a target."""
+        target = self._target or 0.0
+        return min(target / 2, max(target * _PIECE, _WHOLE * self.times.seconds(Load(1, 1))))
 
     def long(self, sequence: Sequence) -> bool:
         """Whether short prompts pass this one: it is a further one of its request, or takes longer than the target."""
@@ -75,14 +81,15 @@ class Pace:
             if self._target and times.longest:
                 self._long = times.within(Load(0, 0), self._target), times.within(Load(0, 0), self._target, scored=1.0)
         short = [s for s in reading if not self.long(s)]
-        if short:
-            self._lively = now + _LIVELY
+        followed = {s.request.follows for s in reading} - {""}
+        if any(s.request.params.n == 1 and s.request.id not in followed for s in short):
+            self.lively = now + LIVELY
         self.held = False
-        if not decoding or (now < self._lively and not owners - {s.request.follows for s in reading}):
+        if not decoding or (now < self.lively and not owners - {s.request.follows for s in reading}):
             return self._without_others(decode, reading, short, now)
 
         def later(sequence: Sequence) -> bool:
-            return sequence.stretched or bool(sequence.request.follows and owners - {sequence.request.follows})
+            return sequence.stretched or (sequence.request.owner in followed and bool(owners - {sequence.request.owner}))
 
         first = [s for s in reading if not later(s)]
         part = self._calm(decode, list(filter(later, reading))) if len(first) < len(reading) else 0
@@ -112,15 +119,13 @@ class Pace:
     def _without_others(self, decode: Load, reading: list[Sequence], short: list[Sequence], now: float) -> Room:
         """The tokens of a step in which none decodes but of the request that reads. Where short prompts come, the others add
         little to the step that reads one, and make short steps until the next one comes."""
-        times, target = self.times, self._target
-        if target is None or not times.longest or len(short) == len(reading) or now >= self._lively:
+        times = self.times
+        if self._target is None or not times.longest or len(short) == len(reading) or now >= self.lively:
             return self._most, 0, lambda _: False
         later = list(filter(self.long, reading))
         at, scored = max(s.planned for s in later), _scored(later)
         load = Load(decode.segments + len(short), decode.tokens + sum(s.goal - s.planned for s in short), decode.read)
-        seconds = (1 + _CALM) * times.seconds(load)
-        if not short:
-            seconds = min(target / 2, max(target / 4, _WHOLE * times.seconds(Load(1, 1))))
+        seconds = (1 + _CALM) * times.seconds(load) if short else self.piece
         tokens, part = min(load.tokens, self._most), max(_LEAST, _whole(times.within(load, seconds, at, scored)))
         self.held = True
         return tokens, min(part, self._most - tokens), self.long

@@ -5,13 +5,14 @@ import math
 from bisect import bisect_right
 
 from penstock.core.sequence import Sequence
-from penstock.core.steptime import Load, StepTime
+from penstock.core.steptime import Load
+from penstock.scheduler.pace import LIVELY, Pace
 from penstock.scheduler.queues import Queues
 
 _SHARES = 16
 """The sequences of one request may always hold a row of so many."""
-_BESIDE = 0.25
-"""Part of a step that further rows of requests with many may add to those of requests with few."""
+_BESIDE = 0.2
+"""Part of the steps of requests with few rows that those of requests with many may add to them."""
 
 
 class Shares:
@@ -40,28 +41,46 @@ class Shares:
 class Turns:
     """Chooses the rows of requests with many that sit a step out. They keep row and pages, so that a turn costs nothing."""
 
-    def __init__(self, queues: Queues, times: StepTime) -> None:
-        self._queues, self._times = queues, times
+    def __init__(self, queues: Queues, pace: Pace) -> None:
+        self._queues, self._pace = queues, pace
         self._least = max(1, len(queues.rows) // _SHARES)
         self._at = 0
         """The place of the next turn among the rows of requests with many."""
+        self._saved = 0.0
+        """Seconds that these have left unused of their part."""
 
-    def resting(self, running: list[Sequence]) -> set[Sequence]:
-        """The sequences that sit the next step out. None, where no request has few rows, or nobody watches."""
-        queues, times, held = self._queues, self._times, self._queues.held
+    def resting(self, running: list[Sequence], now: float) -> tuple[set[Sequence], bool]:
+        """The sequences that sit the next step out, and whether that is for small requests that are expected: for those a step
+        takes a `Pace.piece` at most. None, where no request has few rows or is expected, or nobody watches."""
+        queues, times, held, asking = self._queues, self._pace.times, self._queues.held, self._queues.asking
         if max(held.values(), default=0) <= self._least or not times.known:
-            return set()
-        entering = queues.rows and not queues.crowded and any(owner not in held for owner in queues.asking)
-        if not (entering or min(held.values()) <= self._least) or queues.policy.tightest(queues.running.groups) == math.inf:
-            return set()
+            return set(), False
+
+        def small(owner: str) -> bool:
+            return held[owner] + asking[owner] <= self._least
+
+        beside = any(map(small, held)) or (queues.rows and not queues.crowded and any(map(small, asking)))
+        if beside:
+            self._pace.lively = now + LIVELY
+        elif now >= self._pace.lively:
+            return set(), False
+        if queues.policy.tightest(queues.running.groups) == math.inf:
+            return set(), False
         few, many = list[Sequence](), list[Sequence]()
         for sequence in running:
             if sequence.goal - sequence.planned == 1:
-                (few if held[sequence.request.owner] <= self._least else many).append(sequence)
-        first = len(few) + min(len(many), self._least)
+                (few if small(sequence.request.owner) else many).append(sequence)
+        first, least = len(few), min(len(many), self._least)
         each = sum(sequence.planned for sequence in few + many) / max(1, len(few + many))
-        longest = (1 + _BESIDE) * times.seconds(Load(first, first, first * each))
-        rows = bisect_right(range(first, len(few + many) + 1), longest, key=lambda n: times.seconds(Load(n, n, n * each)))
-        count, at = first + max(0, rows - 1) - len(few), self._at % max(1, len(many))
+
+        def seconds(rows: int) -> float:
+            return times.seconds(Load(rows, rows, rows * each))
+
+        self._saved = self._saved + _BESIDE * seconds(first) if beside else 0.0
+        longest = seconds(first) + self._saved if beside else max(self._pace.piece, seconds(least))
+        count = max(0, bisect_right(range(first, first + len(many) + 1), longest, key=seconds) - 1)
+        count = count if count >= least else 0
+        self._saved *= not count
+        at = self._at % max(1, len(many))
         self._at = at + count
-        return set((many[at:] + many[:at])[count:])
+        return set((many[at:] + many[:at])[count:]), not beside and count < len(many)
