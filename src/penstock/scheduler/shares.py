@@ -53,7 +53,8 @@ class Turns:
         """The sequences that sit the next step out, and whether that is for small requests that are expected: for those a step
         takes a `Pace.piece` at most. None, where no request has few rows or is expected, or nobody watches."""
         queues, times, held, asking = self._queues, self._pace.times, self._queues.held, self._queues.asking
-        if max(held.values(), default=0) <= self._least or not times.known:
+        if max(held.values(), default=0) <= self._least or not times.known or (
+                queues.policy.tightest(queues.running.groups) == math.inf):
             return set(), False
 
         def small(owner: str) -> bool:
@@ -63,8 +64,6 @@ class Turns:
         if beside:
             self._pace.lively = now + LIVELY
         elif now >= self._pace.lively:
-            return set(), False
-        if queues.policy.tightest(queues.running.groups) == math.inf:
             return set(), False
         few, many = list[Sequence](), list[Sequence]()
         for sequence in running:

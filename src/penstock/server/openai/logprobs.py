@@ -28,6 +28,7 @@ class Namer:
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self._tokenizer = None if as_ids else tokenizer
         self._bytes_of = tokenizer.token_bytes if tokenizer else None
+        self._exact: dict[int, str] = {}
 
     def name(self, token: int) -> str:
         if self._tokenizer is None:
@@ -36,13 +37,15 @@ class Namer:
 
     def exact_name(self, token: int) -> str:
         """The text, or the bytes spelled out where they are no text: distinct where the bytes are."""
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        raw = self._tokenizer.token_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        name = self._exact.get(token)
+        if name is None:
+            raw = None if self._tokenizer is None else self._tokenizer.token_bytes(token)
+            try:
+                name = f"token_id:{token}" if raw is None else raw.decode()
+            except UnicodeDecodeError as error:
+                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in error.object)
+            self._exact[token] = name
+        return name
 
     def raw(self, token: int) -> list[int] | None:
         return list(self._bytes_of(token)) if self._bytes_of else None
