@@ -75,7 +75,9 @@ class BeamSearch:
             parent = self.open[i]
             beam = Beginning([*parent.tokens, token], -negative, [*parent.lines, self._line(lines[i], token, logprob, rank)])
             if stopped or full:
-                self._complete(FinishedBeam(beam.logprob / length ** self.params.length_penalty, beam, stopped))
+                self.found.append(FinishedBeam(beam.logprob / length ** self.params.length_penalty, beam, stopped))
+                self.found.sort(key=lambda found: -found.score)
+                del self.found[self.width:]
             elif len(going) < self.width:
                 going.append(beam)
         self.open = going
@@ -86,11 +88,6 @@ class BeamSearch:
         """The log probabilities reported for a chosen token."""
         last = 1 + (self.params.logprobs or 0)
         return TokenLogprobs([token, *line.ids[1:last]], [logprob, *line.logprobs[1:last]], [rank, *line.ranks[1:last]])
-
-    def _complete(self, answer: FinishedBeam) -> None:
-        self.found.append(answer)
-        self.found.sort(key=lambda found: -found.score)
-        del self.found[self.width:]
 
     def _worth_it(self, length: int) -> bool:
         """True if an open beam may still beat the worst of the `width` best answers (as `early_stopping` defines it)."""

@@ -344,16 +344,12 @@ def _plain_ids(prompt: Any) -> list[int]:
     """Token ids as a list of ints; accepts arrays and tensors."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple | range) or not {*map(type, ids)} <= {int}:
+        shown = repr(prompt)
         raise RequestError(f"a prompt must be a text, a list of token ids, or an object with prompt or prompt_token_ids; got "
-                           f"{_glimpse(prompt)}", param="prompt")
+                           f"{type(prompt).__name__} {shown if len(shown) < 80 else shown[:77] + '...'}", param="prompt")
     if not ids:
         raise RequestError("the prompt has no tokens; send at least one", param="prompt")
     return list(ids)
-
-
-def _glimpse(value: Any) -> str:
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) < 80 else shown[:77] + '...'}"
 
 
 def _eos_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:

@@ -52,7 +52,8 @@ class Traffic:
         self.ended: deque[dict[str, Any]] = deque(maxlen=_ENDED)
         """The sequences that ended last, for people who watch."""
         self._tracks: dict[str, Track] = {}
-        self._tenant_tokens: Counter[str] = Counter()
+        self.tenant_tokens: Counter[str] = Counter()
+        """Prompt tokens of each tenant's open requests."""
         self._gaps: Counter[tuple[float, int]] = Counter()
         """Tokens by when the one before came, and how many came at once."""
         self._step_tokens = 0
@@ -71,10 +72,6 @@ class Traffic:
     def streams(self) -> set[Stream]:
         """Every stream with an open request."""
         return {track.stream for track in self._tracks.values()}
-
-    def tokens_in_flight(self, tenant: str) -> int:
-        """The number of prompt tokens of this tenant's open requests."""
-        return self._tenant_tokens[tenant]
 
     def check_room(self, requests: Sequence[Request], most: int) -> None:
         """RequestError 503 if more than `most` requests would be open, which the engine runs and queues. A busy engine refuses
@@ -96,7 +93,7 @@ class Traffic:
     def open(self, request: Request, stream: Stream, now: float) -> None:
         """Counts a request of `stream` as open."""
         self._tracks[request.id] = Track(request, stream, now)
-        self._tenant_tokens[request.tenant] += len(request.prompt_ids)
+        self.tenant_tokens[request.tenant] += len(request.prompt_ids)
         self._list_words += request.list_words
         stream.open.add(request.id)
         stream.unconfirmed.add(request.id)
@@ -106,10 +103,10 @@ class Traffic:
         """Removes a request and returns its track."""
         track = self._tracks.pop(name)
         tenant = track.request.tenant
-        self._tenant_tokens[tenant] -= len(track.request.prompt_ids)
+        self.tenant_tokens[tenant] -= len(track.request.prompt_ids)
         self._list_words -= track.request.list_words
-        if not self._tenant_tokens[tenant]:
-            del self._tenant_tokens[tenant]
+        if not self.tenant_tokens[tenant]:
+            del self.tenant_tokens[tenant]
         return track
 
     def count_update(self, update: Update, track: Track) -> None:

@@ -65,7 +65,7 @@ async def admitted(state: State, http: HttpRequest, body: Asked, service_tier: s
     promise = promised(llm.inputs.info.classes, service_tier, http.headers, key, priority)
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)
     requests = await llm.work.run(size, lambda: make({"priority": priority, "salt": salt, "tenant": tenant}))
-    state.limits.check_tenant(llm.traffic.tokens_in_flight(tenant), requests, key)
+    state.limits.check_tenant(llm.traffic.tenant_tokens[tenant], requests, key)
     promise.give(requests, http.scope["began"], llm.traffic.delivery.late)
     for request in requests[1:]:
         request.follows = requests[0].id
