@@ -245,12 +245,6 @@ class Engine:
         """True while cached pages are being written to stores. An occasional turn is then needed even without requests."""
         return self._naming.pending or self.scheduler.cache.writing
 
-    @property
-    def _unwritten(self) -> bool:
-        """True if closing now would lose pages that are to be written to stores."""
-        cache = self.scheduler.cache
-        return cache.writing or (self._naming.pending and any(cache.pools.kept_pages))
-
     def turn(self, meanwhile: Callable[[Pending], None] | None = None) -> list[Update]:
         """One iteration of the loop: plans and submits a step, then applies results until fewer than `depth` plans are in
         flight. `meanwhile` is called with the first plan whose result is waited for; requests may come and go in it."""
@@ -333,8 +327,9 @@ class Engine:
         """Finishes the in-flight plans, waits briefly for writes to stores, then stops everything that was started, even if
         some of it fails. The engine cannot be used afterwards; closing again does nothing."""
         with self._closing:
-            until = time.monotonic() + _FLUSH_SECONDS
-            while not self._ended and self._unwritten and not self.scheduler.live and time.monotonic() < until:
+            cache, until = self.scheduler.cache, time.monotonic() + _FLUSH_SECONDS
+            while not (self._ended or self.scheduler.live) and time.monotonic() < until and (
+                    cache.writing or (self._naming.pending and any(cache.pools.kept_pages))):
                 self.turn()
                 time.sleep(0.001)
 

@@ -253,7 +253,9 @@ class Inputs:
         if params.seed is None:
             changes["seed"] = self._random.getrandbits(63)
         params = self.spelled(params)
-        self._check_text_needs(params)
+        if params.stops and (self.tokenizer is None or not params.detokenize):
+            why = "detokenize is false" if self.tokenizer else "there is no tokenizer (skip_tokenizer_init)"
+            raise RequestError(f"stop strings are found in the text, but {why}; use stop_token_ids", param="stop")
         changes |= self._constrained(params)
         if changes:
             params = params.replace(**changes)
@@ -282,11 +284,6 @@ class Inputs:
         if params.structured_outputs is None:
             return {"ignore_eos": False}
         return {"grammar": define(params.structured_outputs), "ignore_eos": False}
-
-    def _check_text_needs(self, params: SamplingParams) -> None:
-        if params.stops and (self.tokenizer is None or not params.detokenize):
-            why = "detokenize is false" if self.tokenizer else "there is no tokenizer (skip_tokenizer_init)"
-            raise RequestError(f"stop strings are found in the text, but {why}; use stop_token_ids", param="stop")
 
     def _bad_sequences(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that spell a word: at the start of a text, after a space, and within or after another word.
