@@ -16,14 +16,11 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 def eos_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
     """The tokens that end a sequence: generation_config.json's, then config.json's, each once."""
-    found: list[int] = []
+    found: list[int | None] = []
     for values in (read_generation_config(folder), config):
         given = values.get("eos_token_id")
         for token in given if isinstance(given, list) else [given]:
-            if token is None:
-                continue
-            if isinstance(token, bool) or not isinstance(token, int):
+            if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
                 raise ModelError(f"eos_token_id of {folder} is {given!r}; possible is a token id or a list of them")
-            if token not in found:
-                found.append(token)
-    return found
+            found.append(token)
+    return list(dict.fromkeys(token for token in found if token is not None))

@@ -38,7 +38,10 @@ def resolve_folder(model: str, revision: str | None = None, *, resume: bool = Fa
         raise ModelError(f"there can be no folder {model[:100]!r}: {error.strerror}") from None
     if found:
         files = sorted(path.glob("*.gguf")) if not (path / "config.json").exists() else []
-        return _folder_of(files, path) if files else path
+        if files and len(siblings(files[0])) < len(files):
+            raise ModelError(f"{path} has {len(files)} GGUF files; name one of them: "
+                             f"{', '.join(one.name for one in files[:6])}")
+        return folder_of(files[0]) if files else path
     if path.suffix == ".gguf" and path.is_file():
         return folder_of(path)
     if path.exists():
@@ -48,13 +51,6 @@ def resolve_folder(model: str, revision: str | None = None, *, resume: bool = Fa
         raise ModelError(f"there is no folder {path.absolute()}. Give a model's folder (with config.json and *.safetensors) "
                          "or a hub id such as Qwen/Qwen3-0.6B")
     return _download(model, revision, resume=resume)
-
-
-def _folder_of(files: list[Path], folder: Path) -> Path:
-    """The model of a folder that has GGUF files only."""
-    if len(siblings(files[0])) < len(files):
-        raise ModelError(f"{folder} has {len(files)} GGUF files; name one of them: {', '.join(one.name for one in files[:6])}")
-    return folder_of(files[0])
 
 
 def _file_of_repository(model: str, revision: str | None, resume: bool) -> Path:

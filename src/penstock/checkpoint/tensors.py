@@ -174,14 +174,10 @@ def dtype_of(folder: Path | None, config: Mapping[str, Any]) -> str:
     if named is None:
         if folder is None or not any(folder.glob("*.safetensors")):
             return "bfloat16"
-        return _prevailing(read_headers(folder))
+        tensors = read_headers(folder).values()
+        sizes = {name: sum(stored.nbytes for stored in tensors if stored.dtype == name) for name in DTYPES}
+        return DTYPES[max(sizes, key=lambda name: sizes[name])]
     name = str(named).removeprefix("torch.")
     if name not in DTYPES.values():
         raise ModelError(f"config.json: the weights are {name}; possible are float32, float16 and bfloat16")
     return name
-
-
-def _prevailing(tensors: Mapping[str, Stored]) -> str:
-    """The torch name of the type that most of a checkpoint's bytes have."""
-    sizes = {name: sum(stored.nbytes for stored in tensors.values() if stored.dtype == name) for name in DTYPES}
-    return DTYPES[max(sizes, key=lambda name: sizes[name])]

@@ -81,15 +81,12 @@ async def _loaded(options: EngineOptions, names: list[str]) -> AsyncIterator[Api
     """The server's application over an engine of this program's own."""
     # Late: the web framework must not slow the commands that talk to a server elsewhere.
     from penstock.engine.async_llm import AsyncLLM
+    from penstock.engine.loading import shown
     from penstock.server.app import Application
 
     with tqdm(desc="loading", unit="B", unit_scale=True, leave=False, delay=BAR_DELAY, file=sys.stderr,
               disable=not sys.stderr.isatty()) as bar:
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        llm = AsyncLLM(options, on_loading=show)
+        llm = AsyncLLM(options, on_loading=shown(bar))
         await llm.start()
     local = Local(Application(llm, ServerOptions(served_model_name=names, log_requests=False)).asgi)
     try:

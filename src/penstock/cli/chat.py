@@ -10,7 +10,6 @@ import json
 import re
 import sys
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,10 +79,6 @@ def run(args: argparse.Namespace) -> int:
         args.model = model_or_canary(args)
     with LoopThread() as loop, loop.entered(open_api(args)) as api:
         return Conversation(api, loop, args).converse()
-
-
-class AnswerStoppedError(Exception):
-    """Ctrl-C while an answer was coming."""
 
 
 class NoTemplateError(PenstockError):
@@ -250,9 +245,12 @@ class Conversation:
             body["tools"] = self.tools
         answer = Answer(Figures(time.perf_counter()))
         calls: list[dict[str, Any]] = []
+        coming = self.loop.submit(self._stream(body, answer))
         try:
-            self._wait(self.loop.submit(self._stream(body, answer)))
-        except AnswerStoppedError:
+            coming.result()
+        except KeyboardInterrupt:
+            coming.cancel()
+            self.loop.settle()
             print(" (stopped)", flush=True)
         except PenstockError:
             if answer.parts:
@@ -301,15 +299,6 @@ class Conversation:
                 answer.parts.append(text)
                 sys.stdout.write(text)
                 sys.stdout.flush()
-
-    def _wait(self, answer: Future[None]) -> None:
-        """Waits in a way that Ctrl-C interrupts, and then stops the answer."""
-        try:
-            answer.result()
-        except KeyboardInterrupt:
-            answer.cancel()
-            self.loop.settle()
-            raise AnswerStoppedError from None
 
     def _forget_last(self) -> str | None:
         """Takes the last question and its answer away; returns the question."""

@@ -42,7 +42,8 @@ class Reply:
         self.status = 0
         self.headers: dict[str, str] = {}
         self._chunks: deque[tuple[float, bytes]] = deque()
-        self._over = False
+        self.over = False
+        """The whole body has arrived, or nothing more of it will."""
         self._error: PenstockError | None = None
         self._news: asyncio.Future[None] | None = None
         self._abandon = abandon
@@ -58,14 +59,9 @@ class Reply:
         self._wake()
 
     def finish(self, error: PenstockError | None = None) -> None:
-        if not self._over:
-            self._over, self._error = True, error
+        if not self.over:
+            self.over, self._error = True, error
             self._wake()
-
-    @property
-    def over(self) -> bool:
-        """The whole body has arrived, or nothing more of it will."""
-        return self._over
 
     def _wake(self) -> None:
         if self._news is not None and not self._news.done():
@@ -74,11 +70,15 @@ class Reply:
     # Called by commands.
 
     async def started(self) -> None:
-        """Waits for the status; raises ConnectionFailedError if none came."""
-        while not self.status:
-            if self._error:
-                raise self._error
-            await self._wait()
+        """Waits for the status; raises ConnectionFailedError if none came. Who stops waiting has given the answer up."""
+        try:
+            while not self.status:
+                if self._error:
+                    raise self._error
+                await self._wait()
+        except asyncio.CancelledError:
+            self.close()
+            raise
 
     async def chunks(self) -> AsyncIterator[tuple[float, bytes]]:
         """The body's pieces as they arrive, each with its time. Raises ConnectionFailedError if the answer breaks off."""
@@ -87,7 +87,7 @@ class Reply:
                 yield self._chunks.popleft()
             if self._error:
                 raise self._error
-            if self._over:
+            if self.over:
                 return
             await self._wait()
 
@@ -113,7 +113,7 @@ class Reply:
 
     def close(self) -> None:
         """Gives up on what has not arrived, which makes the server abort the request."""
-        if not self._over:
+        if not self.over:
             self.finish(ConnectionFailedError("the answer was given up"))
             self._abandon()
 
@@ -237,9 +237,6 @@ class Wire:
                 if used and connection.silent:
                     continue  # an idle connection that the server closed just now; it never saw the request
                 raise
-            except asyncio.CancelledError:
-                reply.close()
-                raise
             return reply
 
     async def _connect(self) -> tuple[_Connection, bool]:
@@ -279,11 +276,7 @@ class Local:
         task = asyncio.create_task(self._call(method, path, body, reply, gone))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        try:
-            await reply.started()
-        except asyncio.CancelledError:
-            reply.close()
-            raise
+        await reply.started()
         return reply
 
     async def _call(self, method: str, path: str, body: bytes, reply: Reply, gone: asyncio.Event) -> None:

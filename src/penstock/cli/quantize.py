@@ -42,6 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder; prints sizes and what was lost. ConfigError or ModelError says what cannot be done."""
+    from penstock.engine.loading import shown
     from penstock.models import gguf_out, quantized
 
     rules = {}
@@ -60,19 +61,11 @@ def run(args: argparse.Namespace) -> int:
     folder = resolve_folder(args.model)
     dtype = dtype_of(folder, read_config(folder))
     moments = _moments(folder, dtype, args) if args.calibrate is not None else None
-    bar = tqdm(total=None, unit="B", unit_scale=True, desc="quantize", leave=False)
-
-    def progress(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-    try:
+    with tqdm(total=None, unit="B", unit_scale=True, desc="quantize", leave=False) as bar:
         if args.out.suffix == ".gguf":
-            nbytes = gguf_out.write(folder, args.out, args.scheme, rules, dtype, progress)
+            nbytes = gguf_out.write(folder, args.out, args.scheme, rules, dtype, shown(bar))
         else:
-            nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, progress, moments, args.method)
-    finally:
-        bar.close()
+            nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, shown(bar), moments, args.method)
     before = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     print(f"{args.out}: {nbytes:,} bytes of tensors, {nbytes / before:.0%} of {before:,}")
     if args.text is not None or args.skills:

@@ -27,7 +27,7 @@ from penstock.engine.adapters import LoRARequest, located
 from penstock.engine.engine import Engine
 from penstock.engine.inputs import Prompt
 from penstock.engine.layout import auto
-from penstock.engine.loading import find, inputs_of, load_text
+from penstock.engine.loading import find, inputs_of, load_text, shown
 from penstock.engine.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Outputs, RequestOutput
 from penstock.engine.pooling import PoolingRequestOutput, Scorer, Text
 from penstock.observe.log import LOG
@@ -79,7 +79,7 @@ class LLM:
         # Before the weights: this fails in milliseconds.
         self._tokenizer, template = load_text(found, self.options)
         with tqdm(desc="loading weights", unit="B", unit_scale=True, disable=None, leave=False, delay=1.0) as bar:
-            self.engine = Engine(self.options, progress=_shown(bar))
+            self.engine = Engine(self.options, progress=shown(bar))
         self.inputs = inputs_of(found, self._tokenizer, template, self.engine.info, self.options)
         self._outputs = Outputs(self._tokenizer)
         self._count = 0
@@ -426,14 +426,6 @@ def _naming(place: int, count: int, what: str) -> Iterator[None]:
             raise
         raise RequestError(f"{what} {place} of {count}: {error.message}", param=error.param, code=error.code,
                            status=error.status) from None
-
-
-def _shown(bar: tqdm[Any]) -> Callable[[int, int], None]:
-    def progress(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-
-    return progress
 
 
 def _batch(prompts: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Loading of a frontend's files from a model's folder, for `LLM` and `AsyncLLM`: tokenizer, template, defaults, end tokens."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def find(options: EngineOptions) -> ModelFiles:
         reranker = "qwen3" if "qwen3-reranker" in options.model.lower() else "none"
     return ModelFiles(str(folder), str(tokenizer_folder(options, folder)), defaults, eos_ids(folder, read_config(folder)),
                       pooler, reranker)
+
+
+def shown(bar: Any) -> Callable[[int, int], None]:
+    """Shows progress, told as (bytes done, bytes in all), by tqdm's bar."""
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return progress
 
 
 def tokenizer_folder(options: EngineOptions, model: Path) -> Path:

@@ -178,8 +178,7 @@ class _Child:
 
     def kill(self) -> None:
         """Ends the process and frees everything. Only for the thread that uses it."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self.end()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -325,17 +325,15 @@ class Replicas:
 
     async def _started(self, gone: Sequence[int]) -> None:
         """Waits for an engine that goes on with ranks that live; else ends these and starts others in their place."""
-        if all(self._processes[i].dead is None for i in gone):
-            await asyncio.gather(*(self._processes[i].ready() for i in gone))
-            return
-        await asyncio.gather(*(self._processes[i].stop(0.0) for i in gone))
-        if self._together:
-            # Ranks of the last start left their names in the folder.
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = own_folder()
-        for i in gone:
-            self._processes[i] = self._made(i)
-        await asyncio.gather(*(self._processes[i].start() for i in gone))
+        if any(self._processes[i].dead is not None for i in gone):
+            await asyncio.gather(*(self._processes[i].stop(0.0) for i in gone))
+            if self._together:
+                # Ranks of the last start left their names in the folder.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = own_folder()
+            for i in gone:
+                self._processes[i] = self._made(i)
+            await asyncio.gather(*(self._processes[i].start() for i in gone))
         await asyncio.gather(*(self._processes[i].ready() for i in gone))
 
 

@@ -42,10 +42,6 @@ class Weights:
         """A digest of some of the bytes, at once."""
         return sample(self.folder, self.load_format, self.seed)
 
-    def fingerprint(self) -> Fingerprint:
-        """A digest of all bytes, in the background."""
-        return Fingerprint(self.folder, self.load_format, self.seed)
-
 
 def set_up(plan: TierPlan, weights: Weights, dtype: str, layout: CacheLayout, computation: str, times: StepTime) -> Tiers:
     """Opens the engine's stores. `computation` is `Decoder.computation`, `times` what computing takes. ConfigError: why not."""
@@ -74,7 +70,7 @@ class Naming:
 
     def __init__(self, weights: Weights, leave: bool) -> None:
         """Must be created before the weights are loaded. `leave`: keys are seen outside the process."""
-        self._weights = weights.fingerprint() if leave else None
+        self._weights = Fingerprint(weights.folder, weights.load_format, weights.seed) if leave else None
         self._sample = "" if leave else weights.sample()
         self._computation = ""
 

@@ -21,14 +21,8 @@ SMALL_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 def token_bounds(longest: int) -> tuple[float, ...]:
     """Bucket bounds for counts of tokens: 1, 2, 5, 10, ... up to `longest`."""
-    found: list[float] = []
-    unit = 1
-    while True:
-        for step in (1, 2, 5):
-            if step * unit > longest:
-                return tuple(found) or (1.0,)
-            found.append(float(step * unit))
-        unit *= 10
+    steps = (step * 10**power for power in range(len(str(longest))) for step in (1, 2, 5))
+    return tuple(float(step) for step in steps if step <= longest) or (1.0,)
 
 
 class Histogram:

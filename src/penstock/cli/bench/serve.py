@@ -9,8 +9,11 @@ import os
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -141,7 +144,8 @@ class _Load:
     def __init__(self, args: argparse.Namespace, wire: Wire, model: str) -> None:
         self.args, self.wire, self.model = args, wire, model
         self.path = "/v1/chat/completions" if args.endpoint == "chat" else "/v1/completions"
-        self.gate = asyncio.Semaphore(args.max_concurrency) if args.max_concurrency else None
+        self.gate: asyncio.Semaphore | nullcontext[None] = (
+            asyncio.Semaphore(args.max_concurrency) if args.max_concurrency else nullcontext())
 
     def body(self, item: Item) -> bytes:
         chat = self.args.endpoint == "chat"
@@ -153,8 +157,6 @@ class _Load:
 
     async def ask(self, item: Item, body: bytes) -> Record:
         """Sends one request when there is room for it and follows its stream. A failure is recorded, never raised."""
-        if self.gate is None:
-            return await self._ask(item, body)
         async with self.gate:
             return await self._ask(item, body)
 
@@ -283,23 +285,18 @@ def rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _busiest_second(records: list[Record], start: float) -> float:
     """Output tokens in the busiest whole second of the run; a chunk's share of its request's tokens counts when it arrived."""
-    buckets: dict[int, float] = {}
+    buckets: dict[int, float] = defaultdict(float)
     for record in records:
         weight = record.output_len / len(record.stamps)
         for stamp in record.stamps:
-            second = int(stamp - start)
-            buckets[second] = buckets.get(second, 0.0) + weight
+            buckets[int(stamp - start)] += weight
     return max(buckets.values(), default=0.0)
 
 
 def _most_at_once(records: list[Record]) -> int:
     """The most requests that were in flight at one moment."""
     edges = sorted([(r.sent, 1) for r in records] + [(r.stamps[-1], -1) for r in records])
-    most = now = 0
-    for _, change in edges:
-        now += change
-        most = max(most, now)
-    return most
+    return max(accumulate(change for _, change in edges), default=0)
 
 
 def _details(records: list[Record], start: float) -> dict[str, Any]:

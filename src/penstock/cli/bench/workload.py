@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,8 +177,5 @@ def poisson_arrivals(count: int, rate: float, burstiness: float, seed: int) -> l
     if rate == float("inf"):
         return [0.0] * count
     dice = random.Random(f"arrivals {seed}")
-    times, now = [], 0.0
-    for _ in range(count):
-        times.append(now)
-        now += dice.gammavariate(burstiness, 1 / (rate * burstiness))
-    return times
+    gaps = (dice.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count))
+    return list(accumulate(gaps, initial=0.0))[:count]
