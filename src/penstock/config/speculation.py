@@ -110,12 +110,9 @@ def _speculation(options: EngineOptions) -> Speculation | None:
             raise ConfigError("speculative_config says all about drafting; leave speculate and speculative_model out")
         return _of_vllm(given, options)
     method, model = options.speculate, options.speculative_model
-    if method == "off":
-        if model is not None:
-            method = "auto"
-        else:
-            return None
-    return _checked(Speculation(method, model, options.num_speculative_tokens or _TOKENS,
+    if method == "off" and model is None:
+        return None
+    return _checked(Speculation("auto" if method == "off" else method, model, options.num_speculative_tokens or _TOKENS,
                                 adaptive=options.draft_policy == "adaptive"))
 
 

@@ -4,6 +4,7 @@ Owned by one event loop; nothing here locks. An observation costs well under a m
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import accumulate
 
 from penstock.core.request import Request, Timings
 
@@ -41,11 +42,7 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound as text, values at or below it), the last one for "+Inf"."""
-        seen, found = 0, []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            seen += count
-            found.append((bound, float(seen)))
-        return found
+        return list(zip((*map(str, self.bounds), "+Inf"), map(float, accumulate(self.counts)), strict=True))
 
 
 class Figures:

@@ -24,10 +24,7 @@ def set_up(level: str, form: str = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonLines() if form == "json" else text)
-    LOG.handlers[:] = [handler]
-    LOG.setLevel(level.upper())
-    LOG.propagate = False
-    uvicorn = logging.getLogger("uvicorn")
-    uvicorn.handlers[:] = [handler]
-    uvicorn.setLevel(logging.WARNING)
-    uvicorn.propagate = False
+    for log, least in ((LOG, level.upper()), (logging.getLogger("uvicorn"), logging.WARNING)):
+        log.handlers[:] = [handler]
+        log.setLevel(least)
+        log.propagate = False

@@ -31,12 +31,9 @@ def _cpu() -> DeviceFacts:
 
 def available_memory() -> int:
     """Returns the bytes of host memory available without swapping, within the cgroup's limit."""
-    available = 0
     try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable"):
-                    available = int(line.split()[1]) * 1024
+        stated = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.M)
+        available = int(stated[1]) * 1024 if stated else 0
     except OSError:
         available = _cpu().memory
     try:

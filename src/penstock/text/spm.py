@@ -31,7 +31,7 @@ class SentencePieceVocabulary:
         self._names: dict[int, str] = {token: name for token, name in added.items() if token >= size}
         self.size = max([size, *(token + 1 for token in self._names)])
         markers = {token: core.id_to_piece(token) for token in range(size) if core.is_control(token) or core.is_unknown(token)}
-        names = {token for name in named.values() if (token := self._look(name)) is not None}
+        names = {token for name in named.values() if (token := self.id_of(name)) is not None}
         self.special_ids = frozenset(markers) | frozenset(self._names) | frozenset(names)
         self._special = {self._name(token): token for token in self.special_ids}
         longest_first = sorted(self._special, key=len, reverse=True)
@@ -61,9 +61,6 @@ class SentencePieceVocabulary:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
-
-    def id_of(self, token: str) -> int | None:
-        return self._look(token)
 
     def name_of(self, token: int) -> str | None:
         return self._name(token) if 0 <= token < self._core.vocab_size() or token in self._names else None
@@ -97,7 +94,7 @@ class SentencePieceVocabulary:
     def _name(self, token: int) -> str:
         return self._names[token] if token in self._names else self._core.id_to_piece(token)
 
-    def _look(self, name: str) -> int | None:
+    def id_of(self, name: str) -> int | None:
         for token, added in self._names.items():
             if added == name:
                 return token
@@ -108,7 +105,7 @@ class SentencePieceVocabulary:
     def _end_id(self, settings: Mapping[str, Any], key: str, default: bool, name: str | None, own: int) -> list[int]:
         if not settings.get(key, default):
             return []
-        token = self._look(name) if name is not None else own
+        token = self.id_of(name) if name is not None else own
         return [token] if token is not None and token >= 0 else []
 
 

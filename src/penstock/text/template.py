@@ -280,10 +280,8 @@ def _plain(value: Any, where: str) -> Any:
                        code="invalid_value")
 
 
-@functools.lru_cache(maxsize=32)
-def _compiled(source: str) -> _Compiled:
-    """Compiles a template; cached, because requests may send their own template, often the same one."""
-    return _Compiled(source)
+_compiled = functools.lru_cache(maxsize=32)(_Compiled)
+"""Cached, because requests may send their own template, often the same one."""
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
