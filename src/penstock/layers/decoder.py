@@ -161,10 +161,8 @@ class Decoder:
 
     def follow(self) -> None:
         """Takes part in a step of the other engines, of which this one has no token."""
-        for block in self.blocks:
-            for mixer in block.mixers:
-                if isinstance(mixer, Experts):
-                    mixer.follow(self._entry[:0])
+        for layer in self.experts:
+            layer.follow(self._entry[:0])
 
     @property
     def picks(self) -> torch.Tensor | None:

@@ -13,9 +13,10 @@ import torch
 from penstock.core.state import StateSpec
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, LinearSpec
+from penstock.layers.mixer import Mixer
 from penstock.layers.mlp import MLP, MLPSpec
 from penstock.layers.parameter import Parameter, Piece, Split, even_unit
-from penstock.layers.step import StateView, Step, Works
+from penstock.layers.step import Step
 from penstock.ops.experts import Glu, changed
 from penstock.ops.experts_hosted import HostedStack, Residency
 from penstock.ops.linear import Weight
@@ -133,7 +134,7 @@ class Router(Linear):
         return weight.ops.apply(x, weight, bias, out_dtype)
 
 
-class Experts:
+class Experts(Mixer):
     """x [T, W] -> [T, W]."""
 
     looks_around = False
@@ -203,17 +204,11 @@ class Experts:
         gate = () if self.shared_gate is None else (self.shared_gate,)
         return self.router, *shared, *gate
 
-    def attach(self, views: Sequence[StateView], works: Works) -> None:
-        """It has no states."""
-
     def leave_sum(self) -> bool:
         if self._reduce is None or (self.shared is not None and not self.shared.leave_sum()):
             return False
         self._reduce = None
         return True
-
-    def detach(self) -> None:
-        """It has no states."""
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         spec, counted = self.spec, (self.counts, step.query_start[-1:])

@@ -19,7 +19,7 @@ from torch import nn
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Field, StateSpec
 from penstock.layers.build import Build
-from penstock.layers.linear import Linear
+from penstock.layers.mixer import Mixer
 from penstock.layers.parameter import Parameter
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.attention import Geometry
@@ -130,7 +130,7 @@ class ForeignSpec:
         return Foreign(self, path, build)
 
 
-class Foreign:
+class Foreign(Mixer):
     """x [T, W] -> [T, W]: the hidden states of the step's tokens."""
 
     looks_around = True
@@ -149,19 +149,12 @@ class Foreign:
                         "attention, cache and sampling", type(model).__name__)
             _check_head(model, spec, build.device, embedding.dtype)
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        return ()
-
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         self._views = list(views)
         self._works = [works.index(view.group, Geometry(
             each.heads, each.kv_heads, each.head_size, view.page, each.window, view["k"].element_size(),
             plain=not each.softcap), self._kernels.attention)
             for view, each in zip(views, self.spec.attentions, strict=True)]
-
-    def leave_sum(self) -> bool:
-        return False
 
     def detach(self) -> None:
         self._views = []

@@ -46,7 +46,8 @@ class MixerSpec(Protocol):
 
 
 class Mixer(Protocol):
-    """x [T, width] -> [T, width]: what it adds to the stream."""
+    """x [T, width] -> [T, width]: what it adds to the stream. The methods that do something here are those of a mixer without
+    projections, states and sums."""
 
     looks_around: bool
     """Whether a token's result depends on other tokens than itself."""
@@ -54,19 +55,17 @@ class Mixer(Protocol):
     @property
     def linears(self) -> Sequence[Linear]:
         """Its projections, which are warmed up at start."""
-        ...
+        return ()
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         """Gives it its windows into the cache, one for each state, and has it enter in `works` what steps prepare for it."""
-        ...
 
     def detach(self) -> None:
         """Lets go of the cache."""
-        ...
 
     def leave_sum(self) -> bool:
         """From now on returns this rank's part, if the last thing that it does is to sum over ranks; else returns False."""
-        ...
+        return False
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Runs on a step, updating its states for all of its tokens. With `ends` [E], results are for those tokens alone."""

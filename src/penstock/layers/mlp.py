@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from penstock.core.state import StateSpec
 from penstock.layers.build import Build
 from penstock.layers.linear import Activated, Linear, LinearSpec
+from penstock.layers.mixer import Mixer
 from penstock.layers.parameter import Parameter, Piece, Split, even_unit
-from penstock.layers.step import Adapted, StateView, Step, Works
+from penstock.layers.step import Adapted, Step
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class MLPSpec:
         return MLP(self, path, build)
 
 
-class MLP:
+class MLP(Mixer):
     """x [T, W] -> [T, W]."""
 
     looks_around = False
@@ -77,14 +78,8 @@ class MLP:
     def linears(self) -> Sequence[Linear]:
         return self.up, self.down
 
-    def attach(self, views: Sequence[StateView], works: Works) -> None:
-        """It has no states."""
-
     def leave_sum(self) -> bool:
         return self.down.leave_sum()
-
-    def detach(self) -> None:
-        """It has no states."""
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         x, step = step.narrow(x, ends)
