@@ -14,7 +14,7 @@ from penstock.core.errors import ModelError
 from penstock.models import describe, weights
 from penstock.models.mapped import Checkpoint
 from penstock.models.registry import checkpoint_of, family_of
-from penstock.models.transfer import Bytes, opened
+from penstock.models.transfer import Bytes, Transfer
 from penstock.ops.linear import StoredWeight, Weight
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
@@ -97,7 +97,7 @@ def test_many_stretches_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     data = torch.randint(0, 256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     (tmp_path / "file").write_bytes(data.numpy().tobytes())
     cuts = [(start, 1 + start * 7 % 20_000) for start in range(0, 270_000, 1_001)]
-    with opened(DEVICE) as transfer:
+    with Transfer(DEVICE) as transfer:
         targets = [torch.zeros(size, dtype=torch.uint8, device=DEVICE) for _, size in cuts]
         for arrival in [transfer.send(tmp_path / "file", Bytes.of(start, target), target)
                         for (start, _), target in zip(cuts, targets, strict=True)]:
@@ -107,7 +107,7 @@ def test_many_stretches_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_empty_tensor_is_there_at_once(tmp_path: Path) -> None:
-    with opened(DEVICE) as transfer:
+    with Transfer(DEVICE) as transfer:
         empty = torch.empty(0, 3, device=DEVICE)
         transfer.send(tmp_path / "no file", Bytes.of(0, empty), empty).wait()
 
@@ -134,7 +134,7 @@ def test_columns_are_read_without_what_lies_between(tmp_path: Path) -> None:
     """A rank's part of a tensor along any axis, in chunks of whole runs."""
     whole = torch.arange(6 * 50 * 8, dtype=torch.int16).view(6, 50, 8)
     (tmp_path / "file").write_bytes(b"head" + whole.numpy().tobytes())
-    with opened(DEVICE) as transfer:
+    with Transfer(DEVICE) as transfer:
         for axis, first, count in ((0, 2, 3), (1, 7, 20), (2, 5, 3), (1, 0, 50)):
             target = torch.empty_like(whole.narrow(axis, first, count).contiguous()).to(DEVICE)
             transfer.send(tmp_path / "file", Bytes.cut(4, whole.shape, 2, axis, first, count), target).wait()

@@ -31,7 +31,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
         raise ConfigError(f"GGUF has no {other}; possible are q8_0, q6_k, q5_1, q5_0, q4_1, q4_0, q4_k and q4_k_m")
     metadata = gguf_writing.metadata_of(folder, given, scheme)
     heads = {"q_proj": given["num_attention_heads"], "k_proj": metadata[f"{prefix}.attention.head_count_kv"]}
-    raw = {name: stored for name, stored in checkpoint.raw().items()
+    raw = {name: stored for name, stored in checkpoint.raw.items()
            if not (name == "lm_head.weight" and given.get("tie_word_embeddings"))}
     table = gguf_writing.divisors(given)
     listed: list[tuple[str, tuple[int, ...], str]] = [] if table is None else [("rope_freqs.weight", (len(table),), "f32")]

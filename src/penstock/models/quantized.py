@@ -13,6 +13,7 @@ from penstock.checkpoint.tensors import INDEX, SINGLE
 from penstock.core.errors import ConfigError
 from penstock.layers.spec import ModelSpec
 from penstock.models.registry import checkpoint_of, configured, describe, family_of
+from penstock.models.rules import usual
 from penstock.models.translated import Translated
 from penstock.models.weights import Progress
 from penstock.quant import writing
@@ -69,7 +70,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     files = _Files(out)
     with checkpoint.mapped():
         done = 0
-        raw = checkpoint.raw()
+        raw = checkpoint.raw
         columns, rows = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if moments is not None and method != "gptq":
             columns, rows = _scaled(checkpoint, given, schemes, paths, moments, method)
@@ -99,7 +100,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
                 progress(done, total)
     files.close()
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = writing.config(schemes, sorted(set(checkpoint.linears()) - schemes.keys()))
+    config["quantization_config"] = writing.config(schemes, sorted(set(checkpoint.linears) - schemes.keys()))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in folder.iterdir():
         if path.suffix in (".json", ".model", ".jinja", ".txt") and path.name not in ("config.json", INDEX):
@@ -114,7 +115,7 @@ def _scaled(checkpoint: Translated, config: Mapping[str, Any], schemes: Mapping[
     if family not in _FOLDING:
         raise ConfigError(f"scales cannot be folded into the norms of {family}; possible are {', '.join(_FOLDING)}, "
                           "or --method gptq")
-    raw, columns, rows = checkpoint.raw(), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    raw, columns, rows = checkpoint.raw, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     layers = {stem.split(".self_attn.")[0] for stem in schemes if ".self_attn." in stem}
     for layer in sorted(layers, key=lambda stem: int(stem.rpartition(".")[2])):
         for before, names in _FOLDED:
@@ -137,7 +138,7 @@ def projections(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
     rules, found = family_of(config)[1].RULES, dict[str, str]()
     for parameter in spec.parameters():
         for one in parameter.pieces or (parameter,):
-            name = next((name for rule in rules if (name := rule.name_of(one.name)) is not None), None)
+            name = usual(rules, one.name)
             if parameter.scheme is not None and name is not None:
                 found[name.removesuffix(".weight")] = parameter.stem
     return found

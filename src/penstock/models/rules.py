@@ -6,7 +6,7 @@ means nothing. The first rule that matches a name decides."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,6 +50,11 @@ class Rule:
             return None
         found = re.fullmatch(_with_groups(re.escape(self.target)), target)
         return None if found is None else _filled(re.sub(r"\[[^]]*\]", "", self.source), found)
+
+
+def usual(rules: Sequence[Rule], parameter: str) -> str | None:
+    """The usual checkpoint name of a parameter or of one of its pieces; None if no rule names it."""
+    return next((found for rule in rules if (found := rule.name_of(parameter)) is not None), None)
 
 
 _WILD = {"#": ("layer", "[0-9]+"), "@": ("expert", "[0-9]+"), "*": ("name", "[^.]+")}

@@ -7,8 +7,7 @@ import math
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +72,7 @@ class Bytes(NamedTuple):
 
 
 class Transfer:
-    """The reading threads and their buffers. Use `opened`."""
+    """The reading threads and their buffers. As a context: wait for every transfer before its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -84,6 +83,12 @@ class Transfer:
                          for _ in range(min(_THREADS, max(2, cores)))]
         for thread in self._threads:
             thread.start()
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(give_up=kind is not None)
 
     def send(self, path: Path, there: Bytes, target: torch.Tensor) -> Arrival:
         """Fills `target`, a contiguous tensor on the device, with the bytes of the file that are `there`. Does not wait."""
@@ -176,15 +181,3 @@ class _Buffer:
             if count == 0:
                 raise ModelError(f"{path} ends at byte {start + done}, while it is being read; download it again")
             done += count
-
-
-@contextmanager
-def opened(device: torch.device) -> Iterator[Transfer]:
-    """The threads live as long as the context. Wait for every transfer before its end."""
-    transfer = Transfer(device)
-    try:
-        yield transfer
-    except BaseException:
-        transfer.close(give_up=True)
-        raise
-    transfer.close(give_up=False)

@@ -16,7 +16,7 @@ from penstock.core.errors import ModelError
 from penstock.layers.parameter import Parameter, Piece
 from penstock.layers.spec import ModelSpec
 from penstock.models.mapped import Checkpoint
-from penstock.models.rules import Change, Rule
+from penstock.models.rules import Change, Rule, usual
 from penstock.quant.form import Form, Reader
 from penstock.quant.scheme import Scheme
 
@@ -27,16 +27,12 @@ _CACHE_SCALES = re.compile(r".*\.(k_scale|v_scale|q_scale|prob_output_scale|kv_c
 
 def _modules(spec: ModelSpec, rules: Sequence[Rule]) -> Iterator[tuple[str, Parameter | Piece, int]]:
     """Every matrix that checkpoints store on its own: its module's usual name, itself, and its columns."""
-
-    def usual(name: str) -> str | None:
-        return next((found for rule in rules if (found := rule.name_of(name)) is not None), None)
-
     for parameter in spec.parameters():
         if parameter.scheme is None:
             continue
-        pieces: list[Parameter | Piece] = [piece for piece in parameter.pieces if usual(piece.name) is not None]
+        pieces: list[Parameter | Piece] = [piece for piece in parameter.pieces if usual(rules, piece.name) is not None]
         for one in pieces or [parameter]:
-            name = usual(one.name)
+            name = usual(rules, one.name)
             if name is not None:
                 yield name.removesuffix(".weight"), one, parameter.shape[1]
 
@@ -80,10 +76,12 @@ class Translated(Checkpoint):
         """Conversions run on `device`, or on the CPU. ModelError lists tensors that do not fit what the config says."""
         super().__init__(folder)
         self._spec, self._device = spec, device
-        self._raw = self.tensors
+        self.raw = self.tensors
+        """The files' own tensors."""
         self._made: dict[str, tuple[str, str]] = {}
         self._adjusted: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
-        self._linears: list[str] = []
+        self.linears: list[str] = []
+        """All modules with a matrix, plain ones too, by the files' names."""
         self._cached: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._modules, self.tensors = self._sorted(rules, reader)
         wrong = [problem for name, module in self._modules.items() for problem in _misfits(name, module, spec)]
@@ -115,13 +113,13 @@ class Translated(Checkpoint):
         forms: dict[str, tuple[Form, Change | None, int, int] | None] = {}
         endings = sorted(((suffix if suffix[0] in "._" else f".{suffix}", suffix) for suffix in reader.suffixes),
                          key=lambda pair: -len(pair[0]))
-        for name, stored in self._raw.items():
+        for name, stored in self.raw.items():
             if _CACHE_SCALES.fullmatch(name):
                 continue
             ending, suffix = next((pair for pair in endings if name.endswith(pair[0])), ("", "weight" if reader.bare else ""))
             stem = name.removesuffix(ending)
             if suffix and stem not in forms:
-                self._linears += [stem] if len(stored.shape) == 2 and "embed" not in stem else []
+                self.linears += [stem] if len(stored.shape) == 2 and "embed" not in stem else []
                 forms[stem] = _form_of(stem, rules, reader, shapes)
             found = forms.get(stem) if suffix else None
             if found is None:
@@ -143,17 +141,9 @@ class Translated(Checkpoint):
         """Whether the family takes a module's tensors in another layout than the files'."""
         return self._modules[module].change is not None
 
-    def raw(self) -> dict[str, Stored]:
-        """The files' own tensors."""
-        return self._raw
-
-    def linears(self) -> list[str]:
-        """All modules with a matrix, plain ones too, by the files' names."""
-        return self._linears
-
     def read(self, name: str) -> torch.Tensor:
         if name in self._adjusted:
-            return self._adjusted[name](self.take(self._raw[name]).to(self._device or "cpu"))
+            return self._adjusted[name](self.take(self.raw[name]).to(self._device or "cpu"))
         if name not in self._made:
             return super().read(name)
         owner, suffix = self._made[name]
@@ -172,7 +162,7 @@ class Translated(Checkpoint):
         return self._cached[1][suffix]
 
     def behind(self, name: str) -> Iterable[Stored]:
-        return (self._raw[name],) if name in self._adjusted else self._modules[self._made[name][0]].raw.values()
+        return (self.raw[name],) if name in self._adjusted else self._modules[self._made[name][0]].raw.values()
 
     def drop(self, name: str) -> None:
         if name not in self._made:

@@ -25,9 +25,9 @@ from penstock.layers.parameter import Parameter, Piece
 from penstock.layers.spec import ModelSpec
 from penstock.models.away import Away
 from penstock.models.mapped import Checkpoint, stored_dtype
-from penstock.models.rules import Change, Rule
+from penstock.models.rules import Change, Rule, usual
 from penstock.models.shares import Cut, Shares, Source, stored
-from penstock.models.transfer import Arrival, Bytes, Transfer, opened
+from penstock.models.transfer import Arrival, Bytes, Transfer
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import ALONE, Place
@@ -148,10 +148,6 @@ def _misfit(tensor: Stored, part: Part, scheme: Scheme | None, change: Change | 
 def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[Source]],
               dtype: str) -> tuple[list[str], list[str]]:
     """Checkpoint names of stored tensors, or pieces of them, that nothing fills, and of those that are filled twice."""
-
-    def usual(name: str) -> str | None:
-        return next((found for rule in rules if (found := rule.name_of(name)) is not None), None)
-
     missing, doubled = list[str](), list[str]()
     for parameter in spec.parameters():
         for part in stored(parameter, dtype):
@@ -160,14 +156,15 @@ def _coverage(spec: ModelSpec, rules: Sequence[Rule], sources: dict[str, list[So
             filled = sorted((source for source in sources[parameter.name] if source.part == part.suffix),
                             key=lambda source: source.row)
             if not filled:
-                missing += [usual(whole) or whole] if usual(whole) or not pieces else [usual(name) or name for name in pieces]
+                one = usual(rules, whole)
+                missing += [one or whole] if one or not pieces else [usual(rules, name) or name for name in pieces]
                 continue
             covered = {source.row for source in filled}
             if all(source.rows < parameter.shape[0] for source in filled):
                 row = 0
                 for piece, name in zip(parameter.pieces, pieces, strict=True):
                     if row not in covered:
-                        missing.append(usual(name) or name)
+                        missing.append(usual(rules, name) or name)
                     row += piece.rows
             if sum(source.rows for source in filled) > sum({s.row: s.rows for s in filled}.values()):
                 doubled.append(" and ".join(source.name for source in filled))
@@ -288,7 +285,7 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
             waiting -= raw.nbytes
         progress.add(checkpoint.tensors[source.name])
 
-    with opened(device) as transfer, checkpoint.mapped():
+    with Transfer(device) as transfer, checkpoint.mapped():
         checkpoint.take = _Ahead(transfer, device, {  # type: ignore[method-assign]
             stored.name: stored for parameter, _ in _order(shares.spec) for source in sources[parameter.name]
             if checkpoint.tensors[source.name].made and any(shares.cuts(parameter, source))
