@@ -371,12 +371,6 @@ class Prefix:
             node.keys += keys.links(parent, tokens, self.page)
         return node.keys[block]
 
-    def top(self, node: Node) -> Node:
-        """The root above a node."""
-        while node.parent is not None:
-            node = node.parent
-        return node
-
     def root_key(self, root: Node) -> Key:
         """The parent key of the first page in a namespace."""
         assert self.model is not None, "the weights have no name yet"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from penstock.layers.parameter import Parameter, Piece, Split, even_unit
 from penstock.layers.step import Step
 from penstock.ops.experts import Glu, changed
 from penstock.ops.experts_hosted import HostedStack, Residency
-from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
 from penstock.parallel.dispatch import Tokens, together
 from penstock.parallel.lockstep import Lockstep
@@ -126,12 +126,8 @@ class Router(Linear):
 
     def __init__(self, spec: LinearSpec, path: str, build: Build) -> None:
         super().__init__(spec, path, build)
-        self._apply = self._widened
+        self._apply = partial(self.weight.ops.apply, out_dtype=torch.float32)
         self.shape = (*self.shape, "float32")
-
-    def _widened(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,
-                 out_dtype: torch.dtype | None = torch.float32) -> torch.Tensor:
-        return weight.ops.apply(x, weight, bias, out_dtype)
 
 
 class Experts(Mixer):
