@@ -59,9 +59,11 @@ class Mixer(Protocol):
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         """Gives it its windows into the cache, one for each state, and has it enter in `works` what steps prepare for it."""
+        return
 
     def detach(self) -> None:
         """Lets go of the cache."""
+        return
 
     def leave_sum(self) -> bool:
         """From now on returns this rank's part, if the last thing that it does is to sum over ranks; else returns False."""

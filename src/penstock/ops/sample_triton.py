@@ -22,11 +22,11 @@ _GROUP = 32
 """Logits rows whose tokens are counted at a time, which bounds the memory of penalties."""
 
 
-def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """The stride of lines, and the compile-time constants about it and the vocabulary that allow vectorised loads."""
+def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int], dict[str, bool]]:
+    """The stride of lines, compile-time constants about it and the vocabulary that allow vectorised loads, and `_linked`."""
     stride = logits.stride(0)
     align = math.gcd(16, stride)
-    return stride // align, {"vocab": logits.shape[1], "align": align}
+    return stride // align, {"vocab": logits.shape[1], "align": align}, _linked(logits.device)
 
 
 def _linked(device: torch.device) -> dict[str, bool]:
@@ -43,7 +43,7 @@ class TritonSample(SampleOps):
         from penstock.ops import sample_kernels as kernels  # Triton: heavy, and not everywhere
 
         lines, device = len(logits), logits.device
-        stride, shape = _strided(logits)
+        stride, shape, link = _strided(logits)
         tiles = -(-shape["vocab"] // _RACE)
         # Eight programs per multiprocessor saturate memory; beyond that each takes several tiles.
         each = -(-tiles * lines // (8 * gpu.multiprocessors(device)))
@@ -51,7 +51,7 @@ class TritonSample(SampleOps):
         values = torch.empty((lines, parts), dtype=torch.float32, device=device)
         places = torch.empty((lines, parts), dtype=torch.int32, device=device)
         kernels.race[(lines, parts)](logits, stride, each, table, row, position, threshold, first, values, places, tile=_RACE,
-                                     fast=device.type != "cpu", num_warps=4, **shape, **_linked(device))
+                                     fast=device.type != "cpu", num_warps=4, **shape, **link)
         return values, places
 
     def elect(self, values: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
@@ -68,7 +68,7 @@ class TritonSample(SampleOps):
         from penstock.ops import threshold_kernels as kernels
 
         lines, device = len(logits), logits.device
-        stride, shape = _strided(logits)
+        stride, shape, link = _strided(logits)
         tiles = -(-shape["vocab"] // _TILE)
         # Two programs fit on a multiprocessor; with many lines each takes several tiles.
         each = -(-tiles * lines // (4 * gpu.multiprocessors(device)))
@@ -80,7 +80,7 @@ class TritonSample(SampleOps):
         kept = torch.empty((lines, _TILE), dtype=torch.float32, device=device)
         out = torch.empty(lines, dtype=torch.float32, device=device)
         grid, shared = (lines, parts), (logits, stride, each, table, row)
-        how = {**shape, **_linked(device), "tile": _TILE, "num_warps": 8}
+        how = {**shape, **link, "tile": _TILE, "num_warps": 8}
         kernels.extremes[grid](*shared, partial, counters, **how)
         how |= {"wide": gpu.covering(tiles), "room": _TILE}
         kernels.narrow[grid](*shared, partial, first, first, tallies, opening=True, **how)
@@ -94,8 +94,7 @@ class TritonSample(SampleOps):
         from penstock.ops import sample_kernels as kernels
 
         length = tokens.shape[1]
-        stride, shape = _strided(logits)
-        link = _linked(logits.device)
+        stride, shape, link = _strided(logits)
         counts = torch.zeros((min(_GROUP, len(lines)), shape["vocab"]), dtype=torch.int32, device=logits.device)
         for first in range(0, len(lines), _GROUP):
             grid = (min(_GROUP, len(lines) - first), -(-length // _KNOWN))
@@ -108,8 +107,7 @@ class TritonSample(SampleOps):
              position: torch.Tensor, lines: torch.Tensor) -> None:
         from penstock.ops import sample_kernels as kernels
 
-        stride, shape = _strided(logits)
-        link = _linked(logits.device)
+        stride, shape, link = _strided(logits)
         grid = (len(lines), -(-shape["vocab"] // _TILE))
         kernels.allow[grid](lines, table, lists, row, logits, stride, tile=_TILE, num_warps=8, **shape, **link)
         kernels.edit[(len(lines),)](lines, table, lists, row, position, tokens, tokens.shape[1], logits, stride, tile=_EDITS,
@@ -118,9 +116,9 @@ class TritonSample(SampleOps):
     def mask(self, logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
         from penstock.ops import sample_kernels as kernels
 
-        stride, shape = _strided(logits)
+        stride, shape, link = _strided(logits)
         kernels.mask[(len(lines), -(-shape["vocab"] // _TILE))](lines, bits, bits.shape[1], logits, stride, tile=_TILE,
-                                                                 num_warps=8, **shape, **_linked(logits.device))
+                                                                 num_warps=8, **shape, **link)
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -128,8 +126,7 @@ class TritonSample(SampleOps):
 
         if top > _SLOTS:
             return super().score(logits, tokens, top, lines)
-        stride, shape = _strided(logits)
-        link = _linked(logits.device)
+        stride, shape, link = _strided(logits)
         count, parts, top = len(tokens), -(-shape["vocab"] // _TILE), min(top, shape["vocab"])
 
         def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
