@@ -57,7 +57,7 @@ class Mixer(Protocol):
         """Its projections, which are warmed up at start."""
         return ()
 
-    def attach(self, views: Sequence[StateView], works: Works) -> None:
+    def attach(self, views: Sequence[StateView], works: Works) -> None:  # noqa: ARG002
         """Gives it its windows into the cache, one for each state, and has it enter in `works` what steps prepare for it."""
         return
 
