@@ -37,7 +37,7 @@ MOST_SIZE = 512 << 20
 _YOUNG = 5_000
 """New objects per collection of the youngest generation, which takes a fraction of a millisecond for as many."""
 
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.00005
 """Switch interval of the GIL while workers run: how long the event loop waits for it at most."""
 
 
