@@ -73,6 +73,29 @@ def internlm(config: Config) -> ModelSpec:
                                mlp_bias=whole and config.named("InternLM3ForCausalLM", "internlm3")))
 
 
+def phi(config: Config) -> ModelSpec:
+    """Parallel branches with one norm, partial rotation, biases throughout."""
+    return spec(config, norm=parts.layer_norm, mlp=parts.plain_mlp, fraction=0.5, same=True,
+                normed="before" if config.flag("qk_layernorm", False) else "",
+                head=family.HeadSpec(config.flag("tie_word_embeddings", False), bias=True))
+
+
+def phi3(config: Config) -> ModelSpec:
+    """Phi-3 (mini, medium) and Phi-4 (mini and the 14B): merged matrices, partial rotation, LongRoPE."""
+    config.absent("attention_bias")
+    return spec(config, turn=rope(config, parts.head_size(config), aliases={"su": "longrope", "yarn": "longrope"}),
+                windows=slides(width=0))
+
+
+def granite(config: Config, *, mlps: Callable[[Config], MixerSpec] | None = None) -> ModelSpec:
+    """A multiplier on the embedding, the scores, every branch and the logits."""
+    return spec(config, mlps=mlps, attends={"scale": config.number("attention_multiplier", 1.0)},
+                scale=config.number("residual_multiplier", 1.0),
+                embedding=family.EmbeddingSpec(config.number("embedding_multiplier", 1.0)),
+                head=family.HeadSpec(config.flag("tie_word_embeddings", False),
+                                     divisor=config.number("logits_scaling", 1.0)))
+
+
 APERTUS = (
     *Rule.named("model.layers.#.", {"attention_layernorm.weight": "attention.pre.weight",
         "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", rules.flat)}),
@@ -99,6 +122,20 @@ PERSIMMON = (
     Rule("model.final_layernorm.*", "norm.*"),
     *rules.LAYER_NORM_LLAMA,
 )
+PHI = (
+    *Rule.named("model.layers.#.", {"self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
+        "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.fc1.*": "mlp.up.*", "mlp.fc2.*": "mlp.down.*"}),
+    Rule("model.final_layernorm.*", "norm.*"),
+    Rule("lm_head.bias", "head.bias"),
+    *rules.LAYER_NORM_LLAMA,
+)
+PHI3 = (
+    *rules.EMBEDDING,
+    *rules.PRE_NORMS,
+    *Rule.named("model.layers.#.", {"self_attn.qkv_proj.weight": "attention.qkv.weight",
+        "self_attn.o_proj.weight": "attention.o.weight", "self_attn.rotary_emb.inv_freq": None,
+        "mlp.gate_up_proj.weight": "mlp.gate_up.weight", "mlp.down_proj.weight": "mlp.down.weight"}),
+)
 STABLELM = (
     Rule("model.layers.#.self_attn.q_layernorm.norms.*.weight", "blocks.#.attention.q_norm.*.weight"),
     Rule("model.layers.#.self_attn.k_layernorm.norms.*.weight", "blocks.#.attention.k_norm.*.weight"),
@@ -120,6 +157,7 @@ LIKE = (
          partial(spec, theta=1000000.0, windows=slides(lambda layer: layer % 4 != 0))),
     Like(("Ernie4_5ForCausalLM",), ("ernie4_5",), {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128},
          lambda config: spec(biased(config, False), theta=500000.0, interleaved=True)),
+    Like(("GraniteForCausalLM",), ("granite",), DEFAULTS, granite),
     Like(("HeliumForCausalLM",), ("helium",),
          {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128, "attention_out_bias": False},
          partial(spec, theta=100000.0, interleaved=True)),
@@ -144,6 +182,11 @@ LIKE = (
     Like(("PersimmonForCausalLM",), ("persimmon",),
          {"hidden_act": "relu2", "max_position_embeddings": 16384, "attention_bias": True, "mlp_bias": True}, persimmon,
          PERSIMMON),
+    Like(("PhiForCausalLM",), ("phi",),
+         {"hidden_act": "gelu_new", "max_position_embeddings": 2048, "attention_bias": True, "mlp_bias": True}, phi, PHI),
+    Like(("Phi3ForCausalLM",), ("phi3",),
+         {"hidden_act": "silu", "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+          "rms_norm_eps": 1e-5}, phi3, PHI3),
     Like(("SeedOssForCausalLM",), ("seed_oss",),
          {"hidden_act": "silu", "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128,
           "attention_bias": True, "attention_out_bias": False}, spec),
