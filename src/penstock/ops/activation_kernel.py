@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.linked_kernel import enter
 
 
 @triton.jit
@@ -60,9 +61,7 @@ def apply(x, out, codes, scales, fixed, stride, rows, width: tl.constexpr, block
     With a `span` that divides blocks also the result's codes, see `store_rounded`.
 
     `stride` is x's row stride in units of `align` elements."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.codec_kernel import decoded, element, pieces, taken_apart, together
 from penstock.ops.coded_kernels import bytewise
+from penstock.ops.linked_kernel import enter
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -355,9 +355,7 @@ def gather(k_cache, v_cache, k, v, table, table_stride, begin, end, page_stride,
     [G, N, KV heads, size]; writes zeros for positions from `end` on. Codes (k_form, v_form) are decoded.
 
     Grid (KV heads, N / block_n, G)."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     head, segment = tl.program_id(0), tl.program_id(2).to(tl.int64)
     table += segment * table_stride
     of_segment = segment * tl.num_programs(1) * block_n * tl.num_programs(0) * size
@@ -402,9 +400,7 @@ def join(out, lse, part0, part1, part2, part3, lse0, lse1, lse2, lse3, heads, ou
     of weights, with the log-sum-exp (natural logarithm, as in FlashAttention) in [H, N]. Each token of a part is contiguous.
 
     Grid (N, H / block_h)."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     token = tl.program_id(0).to(tl.int64)
     head, d = tl.program_id(1) * block_h + tl.arange(0, block_h), tl.arange(0, block_d)
     seen = head < heads
@@ -454,10 +450,8 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
         return
     heads, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d,
                                k_form)
-    if linked:
-        # The work list was complete before the preceding kernel began; everything else may be that kernel's output.
-        gdc_launch_dependents()
-        gdc_wait()
+    # The work list was complete before the preceding kernel began; everything else may be that kernel's output.
+    enter(linked)
     if queries == 0:
         return
     tile = tl.load(q_at, mask=kept, other=0.0)

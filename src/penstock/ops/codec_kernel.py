@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.coded_kernels import looked_up, quarters
+from penstock.ops.linked_kernel import enter
 
 
 @triton.jit
@@ -263,9 +263,7 @@ def cache_write(k, v, slots, k_cache, v_cache, k_scales, v_scales, k_table, v_ta
                 k_tall: tl.constexpr, v_tall: tl.constexpr, k_wide: tl.constexpr, v_wide: tl.constexpr, gguf: tl.constexpr,
                 linked: tl.constexpr):
     """Grid (tokens, KV heads)."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
     stored = slot >= 0

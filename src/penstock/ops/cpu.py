@@ -49,11 +49,15 @@ class PackedWeight(Weight):
         self.pointer = self.data.data_ptr()
 
 
-class CpuLinear:
-    """MatrixOps (ops/contracts.py) of one library."""
+class _Owned:
+    """A part of the operations of one library."""
 
     def __init__(self, owner: CpuOperations) -> None:
         self._owner = owner
+
+
+class CpuLinear(_Owned):
+    """MatrixOps (ops/contracts.py) of one library."""
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         lib = self._owner.lib
@@ -70,8 +74,9 @@ class CpuLinear:
         rows, n = x.shape[0], weight.n
         narrow = out_dtype is None or out_dtype is dtype
         out = torch.empty(rows, n, dtype=dtype if narrow else torch.float32)
-        self._owner.linear_(x.data_ptr(), x.stride(0), weight.pointer, None if bias is None else bias.data_ptr(),
-                            out.data_ptr(), rows, n, weight.k, weight.code, not narrow)
+        self._owner.lib.penstock_linear(
+            x.data_ptr(), x.stride(0), weight.pointer, None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n,
+            weight.k, weight.code, not narrow)
         return out if narrow or out_dtype is torch.float32 else out.to(out_dtype)
 
     def gated(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
@@ -87,11 +92,8 @@ class CpuLinear:
         return out
 
 
-class CpuHeadLinear:
+class CpuHeadLinear(_Owned):
     """HeadMatrixOps (ops/contracts.py) of one library: a product a head, so that a row's bits do not depend on the others."""
-
-    def __init__(self, owner: CpuOperations) -> None:
-        self._owner = owner
 
     def pack(self, weight: torch.Tensor) -> list[PackedWeight]:
         return [self._owner.linear.pack(one.t()) for one in weight]
@@ -101,13 +103,10 @@ class CpuHeadLinear:
             out[:, head] = self._owner.linear.apply(x[:, head], one)
 
 
-class CpuExperts(ExpertsOps):
+class CpuExperts(_Owned, ExpertsOps):
     """The operation `experts` of one library: only picked experts are read, and a token's bits depend on itself alone."""
 
     _ARGUMENTS = struct.Struct("17q3dq")
-
-    def __init__(self, owner: CpuOperations) -> None:
-        self._owner = owner
 
     @property
     def run(self) -> Any:
@@ -156,13 +155,10 @@ class CpuExperts(ExpertsOps):
         return out
 
 
-class CpuLora(LoraOps):
+class CpuLora(_Owned, LoraOps):
     """The operation `lora` of one library: both products of a row at once."""
 
     _CALL, _PROJECTION = struct.Struct("10q"), struct.Struct("16q")
-
-    def __init__(self, owner: CpuOperations) -> None:
-        self._owner = owner
 
     def shrink(self, x: torch.Tensor, path: str, slabs: Slabs, groups: Groups) -> torch.Tensor:  # noqa: ARG002
         return x
@@ -185,11 +181,8 @@ class CpuLora(LoraOps):
         return found
 
 
-class CpuAttention(AttentionOps):
+class CpuAttention(_Owned, AttentionOps):
     """AttentionOps of one library. Threads divide the work themselves, so nothing is prepared on the host."""
-
-    def __init__(self, owner: CpuOperations) -> None:
-        self._owner = owner
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,
@@ -200,7 +193,7 @@ class CpuAttention(AttentionOps):
         value_size = v_cache.shape[3] if scales is None else size
         out = torch.empty(tokens, heads, value_size, dtype=q.dtype)
         kc, vc, shape = k_cache.stride(), v_cache.stride(), k_cache.shape
-        self._owner.attention_(self._owner.ATTENTION.pack(
+        self._owner.lib.penstock_attention(self._owner.ATTENTION.pack(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
             context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
             context.shape[0], heads, shape[1], size, value_size, shape[2], window, 0 if sinks is None else sinks.data_ptr(),
@@ -233,11 +226,8 @@ def _codings(scales: Scales | None) -> tuple[float, ...]:
 _CPU = torch.device("cpu")
 
 
-class CpuSample(SampleOps):
+class CpuSample(_Owned, SampleOps):
     """SampleOps of one library: masks are its own, all else is the reference."""
-
-    def __init__(self, owner: CpuOperations) -> None:
-        self._owner = owner
 
     def mask(self, logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
         self._owner.lib.penstock_mask(logits.data_ptr(), logits.stride(0), logits.shape[1], bits.contiguous().data_ptr(),
@@ -271,22 +261,10 @@ class CpuOperations:
         if missing := self.isa.needs - facts.flags:
             return f"this CPU has no {', '.join(sorted(missing))}"
         try:
-            self.load()
+            self.lib = native.library(self.isa.name)
         except native.BuildError as error:
             return str(error)
         return None
-
-    def load(self) -> None:
-        """Builds the library if needed, and binds its functions. BuildError."""
-        self.lib = lib = native.library(self.isa.name)
-        self.linear_ = lib.penstock_linear
-        self._rms_norm = lib.penstock_rms_norm
-        self._add_rms_norm = lib.penstock_add_rms_norm
-        self._layer_norm = lib.penstock_layer_norm
-        self._rope_write = lib.penstock_rope_write
-        self._activation = lib.penstock_activation
-        self._cache_write = lib.penstock_cache_write
-        self.attention_ = lib.penstock_attention
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0,
                  reader: Weight | None = None) -> torch.Tensor:  # noqa: ARG002
@@ -297,24 +275,24 @@ class CpuOperations:
         dims = x.dim()
         outer, outer_stride = (x.shape[0], x.stride(0)) if dims > 1 else (1, 0)
         inner, inner_stride = (x.shape[1], x.stride(1)) if dims > 2 else (1, 0)
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, outer_stride, inner_stride, shape[-1],
-                       eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
+        self.lib.penstock_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), outer, inner, outer_stride, inner_stride,
+                                   shape[-1], eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
         return out
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                      offset: float = 0.0, reader: Weight | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002
         rows, width = x.shape
         out = torch.empty(rows, width, dtype=x.dtype)
-        self._add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, x.stride(0),
-                           residual.stride(0), width, eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
+        self.lib.penstock_add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, x.stride(0),
+                                       residual.stride(0), width, eps, offset, _CODES[x.dtype], _CODES[weight.dtype])
         return out, residual
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width, dtype=x.dtype)
-        self._layer_norm(x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
-                         out.data_ptr(), rows, x.stride(0), width, eps, _CODES[x.dtype],
-                         _CODES[x.dtype if weight is None else weight.dtype])
+        self.lib.penstock_layer_norm(
+            x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            out.data_ptr(), rows, x.stride(0), width, eps, _CODES[x.dtype], _CODES[x.dtype if weight is None else weight.dtype])
         return out
 
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor,
@@ -329,7 +307,7 @@ class CpuOperations:
         qs, ks, kc = q.stride(), k.stride(), k_cache.stride()
         vs, vc = (ks, kc) if v is None or v_cache is None else (v.stride(), v_cache.stride())
         half = 0 if cos is None else cos.shape[1]
-        self._rope_write(self._ROPE.pack(
+        self.lib.penstock_rope_write(self._ROPE.pack(
             q.data_ptr(), k.data_ptr(), 0 if v is None else v.data_ptr(), qs[0], qs[1], ks[0], ks[1], vs[0], vs[1],
             positions.data_ptr(), 0 if slots is None else slots.data_ptr(), k_cache.data_ptr(),
             0 if v_cache is None else v_cache.data_ptr(), *kc[:3], *vc[:3],
@@ -341,7 +319,7 @@ class CpuOperations:
     def cache_write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                     scales: Scales) -> None:
         ks, vs, kc, vc = k.stride(), v.stride(), k_cache.stride(), v_cache.stride()
-        self._cache_write(self._CACHE.pack(
+        self.lib.penstock_cache_write(self._CACHE.pack(
             k.data_ptr(), v.data_ptr(), *ks[:2], *vs[:2], slots.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), *kc[:3],
             *vc[:3], *k.shape, k_cache.shape[2], *_codings(scales)), _CODES[k.dtype])
 
@@ -349,7 +327,8 @@ class CpuOperations:
         rows, width = x.shape
         width >>= gated
         out = torch.empty(rows, width, dtype=x.dtype)
-        self._activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], gated, _CODES[x.dtype])
+        self.lib.penstock_activation(x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, _KINDS[kind], gated,
+                                     _CODES[x.dtype])
         return out
 
     def gated(self, x: torch.Tensor, kind: str) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.linked_kernel import enter
 
 
 @triton.jit
@@ -26,9 +27,7 @@ def latent_write(q, latent, norm, positions, slots, cache, cos, sin, out, eps, q
                  half: tl.constexpr, page: tl.constexpr, interleaved: tl.constexpr, many: tl.constexpr, near: tl.constexpr,
                  wide: tl.constexpr, linked: tl.constexpr):
     """Grid: (tokens, 1 for the latent + blocks of `many` query heads). The rotated elements of a query begin at `start`."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     token = tl.program_id(0).to(tl.int64)
     a = tl.arange(0, near)
     at = tl.load(positions + token).to(tl.int64) * half + a
@@ -55,9 +54,7 @@ def latent_write(q, latent, norm, positions, slots, cache, cos, sin, out, eps, q
 def head_linear(x, weight, out, tokens, x_token, x_head, w_head, w_k, w_n, out_token, out_head, n: tl.constexpr,
                 k: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, linked: tl.constexpr):
     """Grid: (blocks of tokens, heads, blocks of columns)."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     row = tl.program_id(0).to(tl.int64) * block_m + tl.arange(0, block_m)
     head = tl.program_id(1).to(tl.int64)
     column, d = tl.program_id(2) * block_n + tl.arange(0, block_n), tl.arange(0, block_k)

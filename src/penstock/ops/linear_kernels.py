@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.activation_kernel import activate
+from penstock.ops.linked_kernel import await_previous, launch
 from penstock.ops.lora_kernels import low_part
 
 
@@ -107,16 +108,14 @@ def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: t
     kept = tl.minimum(rows, n - 1)
     at = weight + kept.to(tl.int64)[:, None] * k + columns[None, :]
     beside = at + tl.cast(n, tl.int64) * k  # n == 1 is specialised to a constant, which has no .to()
-    if linked:
-        gdc_launch_dependents()
+    launch(linked)
     first = ()
     second = ()
     for i in tl.static_range(ahead):
         first = first + (tl.load(at + i * deep),)  # noqa: RUF005 (Triton has no starred expressions)
         if kind is not None:
             second = second + (tl.load(beside + i * deep),)  # noqa: RUF005
-    if linked:
-        gdc_wait()
+    await_previous(linked)
     dtype: tl.constexpr = weight.dtype.element_ty
     scale = 1.0
     if fixed is not None:

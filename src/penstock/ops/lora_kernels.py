@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.activation_kernel import activate
+from penstock.ops.linked_kernel import await_previous, launch
 
 
 @triton.jit(do_not_specialize=("rows", "most", "stride", "told", "fact"))
@@ -22,8 +22,7 @@ def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down
     Grid: (parts * pieces * blocks of `ranks` ranks, walkers over tiles). `line` and `told` are strides of data and facts,
     `down` and `fact` the target's places in them. x's rows are `stride * align` apart. The first `ahead` blocks of `deep`
     columns are loaded at once, those of A before the wait."""
-    if linked:
-        gdc_launch_dependents()
+    launch(linked)
     blocks: tl.constexpr = (rank + ranks - 1) // ranks
     program = tl.program_id(0)
     first = program % blocks * ranks
@@ -44,8 +43,7 @@ def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down
             for i in tl.static_range(ahead):
                 at = part * span + i * deep
                 early = early + (tl.load(a + at, mask=(rr < own)[:, None] & (at + rk < k)[None, :], other=0.0),)  # noqa: RUF005
-            if linked:
-                gdc_wait()
+            await_previous(linked)
             near = ()
             for i in tl.static_range(ahead):
                 at = part * span + i * deep
@@ -66,8 +64,7 @@ def shrink(x, data, facts, count, tiles, order, low, stride, line, told, k, down
             kept: tl.constexpr = 1 if joined else parts
             to = low + (((tl.cast(part % kept, tl.int64) * rows + row) * pieces + piece) * rank)[:, None] + rr[None, :]
             tl.store(to, total, mask=within[:, None] & (rr < own)[None, :])
-    if linked:
-        gdc_wait()
+    await_previous(linked)
 
 
 @triton.jit(do_not_specialize=("rows", "most", "told", "fact"))
@@ -78,8 +75,7 @@ def expand(low, data, gains, facts, blocks, count, tiles, order, out, bias, stri
 
     low [parts, rows, pieces, rank] is summed over its parts and rounded to data's type; out's rows are `stride` apart; blocks
     [blocks, 3] has the piece, the first column and the piece's end for each `block` columns; even: multiples of 16."""
-    if linked:
-        gdc_launch_dependents()
+    launch(linked)
     each: tl.constexpr = block // wide
     told_of = blocks + tl.program_id(0) // each * 3
     piece, begin, end = tl.load(told_of), tl.load(told_of + 1) + tl.program_id(0) % each * wide, tl.load(told_of + 2)
@@ -100,8 +96,7 @@ def expand(low, data, gains, facts, blocks, count, tiles, order, out, bias, stri
             both = within[:, None] & inside[None, :]
             b = data + slot * line + tl.cast(up, tl.int64) * width + column[None, :]
             w = tl.load(b + rk[:, None].to(tl.int64) * n, mask=(rk < own)[:, None] & inside[None, :], other=0.0)
-            if linked:
-                gdc_wait()
+            await_previous(linked)
             to = out + row[:, None] * stride + column[None, :]
             total = tl.load(to, mask=both, other=0.0).to(tl.float32)
             at = low + ((row * pieces + piece) * rank)[:, None] + rk[None, :]
@@ -119,8 +114,7 @@ def expand(low, data, gains, facts, blocks, count, tiles, order, out, bias, stri
                     base -= tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
                 total += base * g[None, :]
             tl.store(to, (total + sums).to(out.dtype.element_ty), mask=both)
-    if linked:
-        gdc_wait()
+    await_previous(linked)
 
 
 @triton.jit
@@ -146,9 +140,8 @@ def low_part(x, data, facts, slot, row, program, low, apart, line, told, k, down
     for i in tl.static_range(ahead):
         there = (rr < own)[:, None] & (at + i * deep < end)[None, :]
         early = early + (tl.load(a + i * deep, mask=there, other=0.0),)  # noqa: RUF005
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_previous(linked)
+    launch(linked)
     total = tl.zeros((ranks, deep), tl.float32)
     for i in tl.static_range(ahead):
         v = tl.load(x + at + i * deep, mask=at + i * deep < end, other=0.0)
@@ -169,8 +162,7 @@ def shrink_rows(x, data, facts, order, slots, low, rows, stride, line, told, k, 
     if slot >= 0:
         low_part(x + row * (tl.cast(stride, tl.int64) * align), data, facts, slot, row, tl.program_id(0), low,
                  tl.cast(rows, tl.int64), line, told, k, down, fact, pieces, rank, ranks, span, ahead, linked)
-    if linked:
-        gdc_wait()
+    await_previous(linked)
 
 
 @triton.jit
@@ -185,8 +177,7 @@ def _grown(low, data, gains, facts, bias, slot, row, mine, piece, column, inside
                 mask=there[:, :, None] & inside[None, None, :], other=0.0)
     factor = tl.load(at + fact + scaled, mask=mine, other=0) > 0
     g = tl.load(gains + (slot * spread)[:, None] + gain + column[None, :], mask=factor[:, None] & inside[None, :], other=0.0)
-    if linked:
-        gdc_wait()
+    await_previous(linked)
     h = tl.zeros(there.shape, tl.float32)
     for part in tl.static_range(parts):
         h += tl.load(low + (((part * apart + row) * pieces + piece) * rank)[:, None] + rk[None, :], mask=there, other=0.0)
@@ -207,8 +198,7 @@ def expand_rows(low, data, gains, facts, blocks, order, slots, base, out, bias, 
 
     With a `kind`, out [rows, n / 2] = kind(first half) * second half of that, for rows without adapters, too; it is `base`
     otherwise."""
-    if linked:
-        gdc_launch_dependents()
+    launch(linked)
     place = tl.program_id(1) * tall + tl.arange(0, tall)
     slot = tl.load(slots + place, mask=place < rows, other=-1)
     row = tl.load(order + place, mask=place < rows, other=0).to(tl.int64)
@@ -232,5 +222,4 @@ def expand_rows(low, data, gains, facts, blocks, order, slots, base, out, bias, 
             y = activate(y.to(dtype).to(tl.float32), kind) * z.to(dtype).to(tl.float32)
             size, kept = n // 2, place < rows
         tl.store(out + row[:, None] * size + column[None, :], y.to(dtype), mask=kept[:, None] & inside[None, :])
-    if linked:
-        gdc_wait()
+    await_previous(linked)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.activation_kernel import store_rounded
+from penstock.ops.linked_kernel import await_previous, launch
 
 
 @triton.jit(do_not_specialize=("rows", "x_stride", "residual_stride"))
@@ -21,11 +21,9 @@ def normalise(x, residual, weight, bias, out, codes, scales, fixed, rows, x_stri
     row = (tl.program_id(0) * tall + tl.arange(0, tall)).to(tl.int64)[:, None]
     column = tl.arange(0, block)[None, :]
     inside = (row < rows) & (column < width)
-    if linked:
-        gdc_launch_dependents()
+    launch(linked)
     w = 1.0 if weight is None else tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    if linked:
-        gdc_wait()
+    await_previous(linked)
     v = tl.load(x + row * (x_stride.to(tl.int64) * align) + column, mask=inside, other=0.0)
     if residual is not None:
         at = residual + row * (residual_stride.to(tl.int64) * align) + column

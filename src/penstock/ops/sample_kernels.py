@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.core.plan import NOT_FINITE
 from penstock.ops import noise
+from penstock.ops.linked_kernel import enter
 from penstock.ops.sample import EDIT_WIDTH, WIDTH, Column, Edit, Feature
 
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
@@ -42,14 +42,6 @@ _NONE = tl.constexpr(-(2**63))
 """Below every `_ranked`."""
 _TAKEN = tl.constexpr(-(2**31))
 """Below every `ordered`."""
-
-
-@triton.jit
-def enter(linked: tl.constexpr):
-    """Every kernel starts with this: the previous one may still run (programmatic dependent launch, ops/gpu.py::linked)."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit

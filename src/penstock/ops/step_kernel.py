@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.linked_kernel import enter
 
 
 @triton.jit(do_not_specialize=("segments", "tokens", "columns", "halvings", "pieces", "known_row", "table_row", "cut_row"))
@@ -14,9 +15,7 @@ def build_step(known, row, start, query_start, tables, tokens_out, positions_out
     """Programs of `block` tokens each, followed by `pieces` programs per segment, each for `wide` columns of its block tables.
 
     tables, tables_out and slots_out are tuples, one entry a cache group. 2^halvings > segments."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     first = tl.cdiv(tokens, block)
     if tl.program_id(0) < first:
         at = tl.program_id(0) * block + tl.arange(0, block)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.ops.linked_kernel import enter
 from penstock.ops.sample import WIDTH, Column, Feature
-from penstock.ops.sample_kernels import enter, ordered, real, unordered
+from penstock.ops.sample_kernels import ordered, real, unordered
 
 _WIDTH = tl.constexpr(WIDTH)
 _FEATURES = tl.constexpr(int(Column.FEATURES))
