@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -139,11 +140,7 @@ def _sum_up(args: argparse.Namespace, folder: CacheFolder, versions: list[Kept])
 
 def _tokens(kept: Kept) -> int:
     """Positions of context that a version's pages cover: those of the cache group that has most."""
-    groups: dict[int, int] = {}
-    for page in kept.pages:
-        name = parse(page.path.name)
-        if name is not None:
-            groups[name.group] = groups.get(name.group, 0) + 1
+    groups = Counter(name.group for page in kept.pages if (name := parse(page.path.name)) is not None)
     return max(groups.values(), default=0) * int(kept.facts.get("page_size", 0))
 
 

@@ -122,7 +122,8 @@ class _Output:
             self._file: BinaryIO = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        self._bar: tqdm[Any] | None = None
+        self.bar: tqdm[Any] | None = None
+        """Shows progress, once it is there."""
         self.failed = self.done = 0
 
     def write(self, data: bytes, good: bool) -> None:
@@ -135,12 +136,8 @@ class _Output:
     def skip(self) -> None:
         """One more line needs no asking."""
         self.done += 1
-        if self._bar is not None:
-            self._bar.update()
-
-    def show(self, bar: tqdm[Any]) -> None:
-        """Shows progress from here on."""
-        self._bar = bar
+        if self.bar is not None:
+            self.bar.update()
 
     def close(self) -> None:
         os.fsync(self._file.fileno())
@@ -159,7 +156,7 @@ async def _generate(args: argparse.Namespace, done: Done, total: int) -> int:
         async with open_api(args) as api:
             # Only now: the time that loading takes must not enter the rate and the time that is left.
             with tqdm(total=total, initial=output.done, unit="line", disable=args.quiet, file=sys.stderr) as bar:
-                output.show(bar)
+                output.bar = bar
                 await _ask_all(api, first, todo, output, args.window)
         return output.failed
     finally:

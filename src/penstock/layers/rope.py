@@ -140,7 +140,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(NoScaling):
     """LongRoPE (Ding et al. 2024), of Phi-3 and Phi-4: a divisor for each frequency, one set for short and one for long use.
 
     The long set serves if `max_model_len` is beyond the original length, as in vLLM: one choice for the engine's life, since
@@ -161,9 +161,6 @@ class LongRopeScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original)) if self.factor > 1 else 1.0
-
-    def reach(self, max_positions: int) -> int:
-        return max_positions
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,7 @@ def runs(weights: Sequence[int], last: int, stages: int) -> list[int]:
     """Blocks of each of the stages, such that the heaviest stage is as light as possible. `weights`: of each block; `last`: of
     what the last stage has besides. Every stage has a block."""
     count = len(weights)
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = list(accumulate(weights, initial=0))
     # best[n]: (the heaviest stage, its blocks) of the first n blocks in the stages so far.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for stage in range(stages):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.ops.linked_kernel import enter
 
 
 @triton.jit
@@ -90,9 +91,7 @@ def exchange(x, residual, weight, out, buffers, flags, epochs, count, rank, resi
         gain = tl.load(weight + at, mask=there, other=0.0).to(tl.float32) + offset
     else:
         there = place < count
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     epoch = tl.load(epochs + row) + 1
     value = tl.load(x + place, mask=there, other=0.0)
     if kind == "gather":

@@ -31,11 +31,10 @@ class Runs:
 
     def leave(self, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Computes this rank's parts of each run [rows, W], and begins their sums. Returns a tensor that stands for them."""
-        sums = []
+        self._sums = []
         for number in range(len(self.borders)):
             self._sign = compute(number)
-            sums.append(self._ranks.begin(self._sign, self.shares))
-        self._sums = sums
+            self._sums.append(self._ranks.begin(self._sign, self.shares))
         assert self._sign is not None
         return self._sign
 
