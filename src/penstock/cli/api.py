@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -110,7 +109,7 @@ async def first_model(transport: Transport) -> str:
 
 def complaint(status: int, body: bytes) -> str:
     """The message of an error answer, in one line."""
-    with contextlib.suppress(ValueError, AttributeError, TypeError):
+    with suppress(ValueError, AttributeError, TypeError):
         content = json.loads(body)
         error = content.get("error", content)
         message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
@@ -140,7 +139,7 @@ class LoopThread:
 
     def settle(self) -> None:
         """Waits until what was just cancelled has run its cleanup."""
-        with contextlib.suppress(CancelledError):
+        with suppress(CancelledError):
             self.submit(asyncio.sleep(0.01)).result()
 
     @contextmanager
@@ -172,5 +171,5 @@ class LoopThread:
         finally:
             self._loop.call_soon_threadsafe(leave.set)
             ended.wait()  # a cancelled future is done at once, the task behind it only after its cleanup
-            with contextlib.suppress(CancelledError):
+            with suppress(CancelledError):
                 held.result()

@@ -1,10 +1,9 @@
 """Settings of speculative decoding, from Penstock's own options or vLLM's `speculative_config`. Pure."""
 
-import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
@@ -170,7 +169,7 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
         numbers["nodes"] -= 1
     found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive", parallel=parallel,
                         rejection=_RULES[rule], device=str(given.get("device") or ""))
-    return _checked(dataclasses.replace(found, **numbers))
+    return _checked(replace(found, **numbers))
 
 
 def _check_tree(found: Speculation) -> None:

@@ -4,11 +4,10 @@ Its parts are described beside the layers that they build: `attention.py`, `mlp.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
@@ -79,7 +78,7 @@ class ModelSpec:
                 if mixer.states("float32") and not isinstance(mixer, AttentionSpec):
                     raise ModelError("context_parallel_size divides the keys and values of softmax attention; this model has "
                                      f"layers of another kind ({mixer.name}): use tensor_parallel_size")
-        return self.changed(lambda mixer: dataclasses.replace(mixer, stripes=ranks)
+        return self.changed(lambda mixer: replace(mixer, stripes=ranks)
                             if isinstance(mixer, AttentionSpec) and not mixer.window else mixer)
 
     def dealt(self, place: Place) -> ModelSpec:
@@ -88,13 +87,13 @@ class ModelSpec:
             return self
         if not any(isinstance(mixer, ExpertsSpec) for block in self.blocks for mixer in block.mixers):
             raise ModelError("enable_expert_parallel is for mixtures of experts; this model has none")
-        return self.changed(lambda mixer: dataclasses.replace(mixer, dealt=True, spare=place.spare)
+        return self.changed(lambda mixer: replace(mixer, dealt=True, spare=place.spare)
                           if isinstance(mixer, ExpertsSpec) else mixer)
 
     def changed(self, change: Callable[[MixerSpec], MixerSpec]) -> ModelSpec:
         """The model with every mixer changed."""
-        return dataclasses.replace(self, blocks=tuple(dataclasses.replace(block, stages=tuple(
-            tuple(dataclasses.replace(branch, body=change(branch.body)) for branch in stage) for stage in block.stages))
+        return replace(self, blocks=tuple(replace(block, stages=tuple(
+            tuple(replace(branch, body=change(branch.body)) for branch in stage) for stage in block.stages))
             for block in self.blocks))
 
     def stage(self, stage: int, stages: int, layers: Sequence[int] = ()) -> ModelSpec:
@@ -114,7 +113,7 @@ class ModelSpec:
                              "model's layers")
         borders = [sum(layers[:i]) for i in range(stages + 1)]
         every = tuple(self.blocks[a:b] for a, b in pairwise(borders))
-        return dataclasses.replace(self, blocks=every[stage], stages=every, first=borders[stage], begins=stage == 0,
+        return replace(self, blocks=every[stage], stages=every, first=borders[stage], begins=stage == 0,
                                    ends=stage == stages - 1)
 
     @property
@@ -122,13 +121,13 @@ class ModelSpec:
         """The model of all stages together."""
         if not self.stages:
             return self
-        return dataclasses.replace(self, blocks=sum(self.stages, ()), stages=(), first=0, begins=True, ends=True)
+        return replace(self, blocks=sum(self.stages, ()), stages=(), first=0, begins=True, ends=True)
 
     def share(self, ranks: int) -> ModelSpec:
         """One rank's part. It is the same for every rank; which rows of a parameter are in it, `Parameter.share` says."""
         if ranks == 1:
             return self
-        own = dataclasses.replace(self.changed(lambda mixer: mixer.share(ranks)), ranks=ranks)
+        own = replace(self.changed(lambda mixer: mixer.share(ranks)), ranks=ranks)
         cut = {parameter.scheme.name for parameter in self.parameters()
                if parameter.scheme is not None and not _divides(parameter, ranks)}
         if cut or len(list(own.parameters())) != len(list(self.parameters())):
@@ -148,7 +147,7 @@ class ModelSpec:
         """The rows of embedding and head that this describes."""
         # Rows of 64 tokens keep a rank's logits aligned.
         whole = Piece("vocabulary", self.vocab_size, 64 if self.vocab_size % 64 == 0 else 1)
-        return dataclasses.replace(whole, rows=whole.room(self.ranks))
+        return replace(whole, rows=whole.room(self.ranks))
 
     @property
     def outputs(self) -> Piece:
@@ -156,7 +155,7 @@ class ModelSpec:
         if not self.labels:
             return self.vocab
         whole = Piece("labels", len(self.labels))
-        return dataclasses.replace(whole, rows=whole.room(self.ranks))
+        return replace(whole, rows=whole.room(self.ranks))
 
     def states(self, dtype: str) -> list[StateSpec]:
         """Returns the states of all mixers, in the order in which they run; `dtype` is the model's, a torch name.
@@ -231,9 +230,9 @@ class ModelSpec:
         for i, block in enumerate(self.blocks, self.first):
             for parameter in block.parameters(f"blocks.{i}"):
                 if 0 < self.resident < parameter.stack:
-                    yield dataclasses.replace(parameter, resident=self.resident)
+                    yield replace(parameter, resident=self.resident)
                 elif self.leaves(i - self.first) and parameter.scheme is not None and not parameter.decoded:
-                    yield dataclasses.replace(parameter, away=True)
+                    yield replace(parameter, away=True)
                 else:
                     yield parameter
         if self.ends:
@@ -246,14 +245,14 @@ class ModelSpec:
         grain = scheme.grain[0]
         # The parts of the whole are those of the pieces joined only if no block reaches over a border.
         if all(one == scheme for one in found) and all(grain and piece.rows % grain == 0 for piece in parameter.pieces):
-            yield dataclasses.replace(parameter, scheme=scheme)
+            yield replace(parameter, scheme=scheme)
             return
         if parameter.stack:
             names = ", ".join(sorted({one.name for one in found}))
             raise ModelError(f"{parameter.stem}: the experts of a layer have to be stored alike, in whole blocks of rows; "
                              f"they are {names}")
         for piece, scheme in zip(parameter.pieces, found, strict=True):
-            yield dataclasses.replace(parameter, name=piece.name, shape=(piece.rows, parameter.shape[1]), scheme=scheme,
+            yield replace(parameter, name=piece.name, shape=(piece.rows, parameter.shape[1]), scheme=scheme,
                                       pieces=(), unit=piece.unit, groups=piece.groups, copied=piece.copied)
 
     def _scheme(self, stem: str, parameter: Parameter) -> Scheme:
@@ -272,7 +271,7 @@ class ModelSpec:
                 schemes += [(f"blocks.{new}.{pattern[layer.end():]}", scheme) for new, old in enumerate(numbers)
                             if self.first + old == int(layer[1])]
         blocks = tuple(self.blocks[number] for number in numbers)
-        return dataclasses.replace(self, first=0, stages=(), blocks=blocks, schemes=tuple(schemes), away=0)
+        return replace(self, first=0, stages=(), blocks=blocks, schemes=tuple(schemes), away=0)
 
     @property
     def size(self) -> int:

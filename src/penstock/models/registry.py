@@ -1,11 +1,10 @@
 """Finds the family of a config. Families are discovered by listing their folder; there is no list to maintain."""
 
-import dataclasses
 import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -88,15 +87,15 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
                          "are not supported; possible are routers that compute scores")
     architecture, family = family_of(config)
     spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
-    spec = caching.applied(dataclasses.replace(spec, architecture=architecture), config)
+    spec = caching.applied(replace(spec, architecture=architecture), config)
     spec = stored_as(spec, family.RULES, config)
     _, task = _task(architecture)
     if task == "embed":
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
-        return dataclasses.replace(spec, task=task, head=HeadSpec(tied=True))
+        return replace(spec, task=task, head=HeadSpec(tied=True))
     if task == "classify":
         head = spec.head if spec.head.dense is not None else HeadSpec(tied=False)
-        return dataclasses.replace(spec, task=task, head=head, labels=_labels(config))
+        return replace(spec, task=task, head=head, labels=_labels(config))
     return spec
 
 

@@ -8,10 +8,9 @@ a kind, a function of the geometry alone. `Launch` is the number of its items an
 A narrow tile may also hold the single queries of several segments with a shared prefix (`attention_sharing.py`): some items
 then have all of its queries for the keys of the prefix, and others have one query each for that segment's own keys."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -141,7 +140,7 @@ def served(geometry: Geometry) -> Geometry:
     shares = -(-geometry.heads // LATENT_HEADS) if geometry.tail else 1
     while geometry.heads % shares:
         shares += 1
-    return dataclasses.replace(geometry, kv_heads=shares) if shares > 1 else geometry
+    return replace(geometry, kv_heads=shares) if shares > 1 else geometry
 
 
 def shares(geometry: Geometry, invariant: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import os
@@ -135,7 +134,7 @@ def away(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Kernel
         return max(least, math.ceil(float(asked) * count))
 
     def taken(blocks: int) -> int:
-        less = dataclasses.replace(spec, away=blocks)
+        less = replace(spec, away=blocks)
         return packed_bytes(less, dtype, kernels) if gpu else on_host(less, str(dtype).removeprefix("torch."))
 
     found: int | None = next((blocks for blocks in (0, *range(least, count + 1)) if taken(blocks) <= room), None)
@@ -169,7 +168,7 @@ def resident(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Ke
     if asked != "auto":
         return int(asked) if int(asked) < most else 0
     room = int(free * _BESIDE_CACHE)
-    whole, one, two = (packed_bytes(dataclasses.replace(spec, resident=held), dtype, kernels) for held in (0, 1, 2))
+    whole, one, two = (packed_bytes(replace(spec, resident=held), dtype, kernels) for held in (0, 1, 2))
     if whole <= room or most < 3:
         return 0
     if one > room:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -279,14 +280,8 @@ def _overwritten(plan: StepPlan, page: int) -> Iterator[tuple[int, int]]:
 
 def _runs(pairs: Iterable[Save]) -> Iterator[tuple[int, int, int, int]]:
     """Merges pages that are consecutive on both sides into runs (group, page, slot, count)."""
-    first: tuple[int, int, int] | None = None
-    count = 0
-    for pair in sorted((save.group, save.page, save.slot) for save in pairs):
-        if first is not None and pair == (first[0], first[1] + count, first[2] + count):
-            count += 1
-            continue
-        if first is not None:
-            yield *first, count
-        first, count = pair, 1
-    if first is not None:
-        yield *first, count
+    places = enumerate(sorted((save.group, save.page, save.slot) for save in pairs))
+    # Along a run, pages and slots grow as the place in the order does.
+    for _, run in groupby(places, lambda one: (one[1][0], one[1][1] - one[0], one[1][2] - one[0])):
+        (_, first), *others = run
+        yield *first, 1 + len(others)
