@@ -8,7 +8,7 @@ from penstock.checkpoint.aliases import read_aliases
 from penstock.checkpoint.fetch import fetch
 from penstock.checkpoint.gguf import siblings
 from penstock.checkpoint.gguf_folder import folder_of
-from penstock.core.errors import ModelError
+from penstock.core.errors import ModelError, first_line
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
 """The files of a hub repository that Penstock reads."""
@@ -84,15 +84,10 @@ def _download(model: str, revision: str | None, files: list[str] | None = None, 
         if constants.HF_HUB_OFFLINE:
             raise ModelError(f"{here}, and HF_HUB_OFFLINE is set while {named} is not in {cache}. Unset it, or download on a "
                              f"machine with a network (hf download {model}) and copy the folder") from None
-        raise ModelError(f"{here}, and {named} is neither in {cache} nor could it be downloaded: {_first_line(error)}. Check "
+        raise ModelError(f"{here}, and {named} is neither in {cache} nor could it be downloaded: {first_line(error)}. Check "
                          "the network, or give the path of a local folder") from None
     except HfHubHTTPError as error:
-        raise ModelError(f"{here}, and the hub does not give {named}: {_first_line(error)}. Check its spelling; a gated or "
+        raise ModelError(f"{here}, and the hub does not give {named}: {first_line(error)}. Check its spelling; a gated or "
                          "private model needs its terms accepted and HF_TOKEN set") from None
     except OSError as error:
-        raise ModelError(f"{here}, and downloading {named} failed: {_first_line(error)}. Check the network and disk") from None
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+        raise ModelError(f"{here}, and downloading {named} failed: {first_line(error)}. Check the network and disk") from None

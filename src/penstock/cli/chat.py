@@ -135,7 +135,9 @@ class Conversation:
         """Reads lines until the input ends."""
         failed = False
         if self.interactive:
-            self._enable_line_editing()
+            # Importing readline is what gives input() its history and editing; a Python built without it still reads lines.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("readline")
             print(f"{self.api.model}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         while True:
             try:
@@ -308,9 +310,3 @@ class Conversation:
                 return str(message["content"])
         print("(there is nothing to forget)")
         return None
-
-    @staticmethod
-    def _enable_line_editing() -> None:
-        # Importing readline is what gives input() its history and editing; a Python built without it still reads lines.
-        with contextlib.suppress(ImportError):
-            importlib.import_module("readline")

@@ -38,3 +38,8 @@ class EngineDeadError(PenstockError):
 
 class RankLostError(EngineDeadError):
     """The same, but ranks that live can keep what they have loaded (`engine/engine.py::Engine.again`)."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, as part of a sentence of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -15,8 +15,5 @@ class Pinned:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         torch.cuda.check_error(code)
         # Unregister even without a call of `release`, or the next owner of the address could not pin it.
-        self.release = weakref.finalize(self, _unregister, memory.data_ptr())
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+        self.release = weakref.finalize(self, lambda address: torch.cuda.check_error(
+            torch.cuda.cudart().cudaHostUnregister(address)), memory.data_ptr())

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from penstock.core.device import DeviceFacts
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, first_line
 
 LOG = logging.getLogger("penstock")
 
@@ -107,8 +107,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 def _first_sentence(error: BaseException) -> str:
     """The first sentence of torch's message, without its advice."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].split(". ")[0].rstrip(".:")
+    return first_line(error).split(". ")[0].rstrip(".:")
 
 
 def device_name(asked: str, facts: DeviceFacts) -> str:

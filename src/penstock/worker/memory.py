@@ -16,7 +16,7 @@ import torch
 
 from penstock.config.resolve import EngineConfig, MemoryLimits, MemoryPlan, cache_room, check_host, check_room, plan_memory
 from penstock.core.device import DeviceFacts, Occupancy
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, first_line
 from penstock.core.layout import lay_out
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS
 from penstock.core.state import StateSpec
@@ -254,7 +254,7 @@ def occupancy(device: torch.device) -> Occupancy | None:
         return Occupancy(*torch.cuda.mem_get_info(device))
     except RuntimeError as error:
         raise ConfigError(
-            f"{device} cannot be used now: {_first_line(error)}. nvidia-smi shows who uses it, and whether it is in exclusive "
+            f"{device} cannot be used now: {first_line(error)}. nvidia-smi shows who uses it, and whether it is in exclusive "
             "mode or broken; stop that, choose another (--device cuda:N), or use --device cpu") from error
 
 
@@ -272,13 +272,9 @@ def explained(device: torch.device) -> Iterator[None]:
             "--max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization") from error
     except torch.AcceleratorError as error:
         raise ConfigError(
-            f"the GPU failed at start: {_first_line(error)}. If it does with --enforce-eager and --kernels '*=reference', too, "
+            f"the GPU failed at start: {first_line(error)}. If it does with --enforce-eager and --kernels '*=reference', too, "
             "the driver or the GPU is at fault (dmesg, nvidia-smi -q); else a kernel is, and CUDA_LAUNCH_BLOCKING=1 shows which"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
