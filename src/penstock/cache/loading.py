@@ -164,9 +164,7 @@ class Loading:
             idle = set(self.pools.give(g, [page for page in ids if page >= 0]))
             if idle and self.evictor.bounded[g]:
                 self.evictor.loosen(g, [(block, page) for block, page in enumerate(ids) if page in idle], deepest)
-        # Nodes below the held pages may have been evicted meanwhile.
-        while deepest.gone and deepest.parent is not None:
-            deepest = deepest.parent
+        # Nodes below the held pages may have been evicted meanwhile; `offer` finds the one that is left.
         self.evictor.offer(deepest)
 
     def land(self, result: LoadResult) -> int:

@@ -10,7 +10,9 @@ why a match may end inside a page."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from enum import Enum
 
 import numpy as np
@@ -330,19 +332,15 @@ class Cache:
         if self.exact:
             return 0
         pages = -(-upto // self.layout.page)
-        child.pages = []
         parent.room = child.room = 0
         theirs, state = state_of(parent), self._begin(child)
         state.node, state.origin, state.generation = theirs.node, theirs.origin, theirs.generation
         state.forked = theirs.forked = True
         state.indexed = min(theirs.indexed, upto - upto % self.layout.page)
         child.due = min(parent.due, state.indexed + self.layout.page)
-        for g, run in enumerate(parent.pages):
-            mine = PageRun()
-            mine.first = run.first
-            mine.ids = run.ids[:pages]
-            self.pools.share(g, mine.ids[mine.first:])
-            child.pages.append(mine)
+        child.pages = [PageRun(run.ids[:pages], run.first) for run in parent.pages]
+        for g, run in enumerate(child.pages):
+            self.pools.share(g, run.ids[run.first:])
         return upto
 
     def release(self, sequence: Sequence, keep: bool = True) -> None:
@@ -372,11 +370,8 @@ class Cache:
 
     def _forget(self, node: Node) -> None:
         """Removes invalid pages from the index without offering them to any tier."""
-        if self._news is None:
+        with nullcontext() if self._news is None else self._news.broken():
             self._indexer.forget(node, upwards=True)
-        else:
-            with self._news.broken():
-                self._indexer.forget(node, upwards=True)
 
     def reset(self) -> None:
         """Empties the prefix cache in every tier. Running sequences keep their pages, but these never enter the index."""
@@ -440,18 +435,10 @@ class Cache:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Asserts that every page is free, held or kept exactly as sequences and index say, and the index's shape."""
-        held: list[dict[int, int]] = [{} for _ in self.layout.groups]
-
-        def count(g: int, pages: Iterable[int]) -> None:
-            for page in pages:
-                if page >= 0:
-                    held[g][page] = held[g].get(page, 0) + 1
-
-        for sequence in sequences:
-            for g, run in enumerate(sequence.pages):
-                count(g, run.ids[run.first:])
-        for load in self.loading.held() if self.loading is not None else []:
-            for g, ids in enumerate(load):
-                count(g, ids)
+        held = [Counter[int]() for _ in self.layout.groups]
+        holders = [[run.ids[run.first:] for run in sequence.pages] for sequence in sequences]
+        for pages in [*holders, *(self.loading.held() if self.loading is not None else [])]:
+            for g, ids in enumerate(pages):
+                held[g].update(page for page in ids if page >= 0)
         self.pools.check(held, self.index.check())
         self.evictor.check()

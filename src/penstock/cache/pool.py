@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -187,7 +187,7 @@ class Pools:
             self._spare[group] -= per_slab
             self._slabs.append(slab)
 
-    def check(self, held: list[dict[int, int]], kept: list[set[int]]) -> None:
+    def check(self, held: Sequence[Mapping[int, int]], kept: list[set[int]]) -> None:
         """Asserts that exactly the pages in `held` (for each group, page -> holders) are held and exactly those in `kept` are
         kept, that all others are free exactly once, and that no slab is lost."""
         lent: set[int] = set()

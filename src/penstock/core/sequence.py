@@ -119,6 +119,6 @@ class PageRun:
 
     __slots__ = ("first", "ids")
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.first = 0
+    def __init__(self, ids: list[int] | None = None, first: int = 0) -> None:
+        self.ids = [] if ids is None else ids
+        self.first = first

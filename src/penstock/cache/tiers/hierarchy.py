@@ -135,11 +135,9 @@ class Hierarchy:
         pieces = self._locate(pages)
         if not pieces:
             return None
-        nbytes, tiers = Counter[str](), Counter[str]()
+        nbytes, tiers = Counter[str](), Counter(map(self._tier, pieces))
         for piece in pieces:
-            tier = self._tier(piece)
-            nbytes[tier] += self._sizes[piece.name.group]
-            tiers[tier] += 1
+            nbytes[self._tier(piece)] += self._sizes[piece.name.group]
         patience = self.patience(positions)
         if not self.policy.always and not self.costs.worth_loading(nbytes, positions, time.monotonic(), patience):
             return None
