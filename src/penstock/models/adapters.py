@@ -192,7 +192,8 @@ class _Reader:
         apart: dict[str, tuple[torch.Tensor | None, ...]] = dict(self._experts.packed(dtype, self._place))
         for pair in [pair for pair in self._pairs if self._targets[pair.path].decoded]:
             self._pairs.remove(pair)
-            apart[pair.path] = self._factors(pair, dtype)
+            apart[pair.path] = (pair.tensors["A"].to(dtype),
+                                self._own(pair.path, pair.tensors["B"] * pair.scale).to(dtype))
         width = padded(max((len(pair.tensors["A"]) for pair in self._pairs), default=1))
         data, facts = torch.zeros(found.unit * width, dtype=dtype), [0] * found.facts
         gains = torch.zeros(found.gains, dtype=dtype) if any("magnitude" in pair.tensors for pair in self._pairs) else None
@@ -231,19 +232,12 @@ class _Reader:
         apart |= {path: (self._own(path, one).to(dtype),) for path, one in self._saved.items()}
         return Weights(Matrices(data, gains, torch.tensor(facts, dtype=torch.int32)), apart, frozenset(ends))
 
-    def _factors(self, pair: _Pair, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A, and the rank's rows of B, filled up with zeros."""
-        ((first, end),) = self._targets[pair.path].share(self._place.tensor, self._place.tensors)
-        rows = _targets(self._spec.share(self._place.tensors))[pair.path].shape[0]
-        b = pad(pair.tensors["B"][first:end] * pair.scale, (0, 0, 0, rows - end + first))
-        return pair.tensors["A"].to(dtype), b.to(dtype)
-
     def _own(self, path: str, matrix: torch.Tensor) -> torch.Tensor:
-        """A rank's rows of a head; an embedding is whole."""
+        """A rank's rows of a matrix, filled up with zeros; an embedding is whole."""
         if path == EMBEDDING or self._place.tensors == 1:
             return matrix
-        ((first, end),) = self._targets[HEAD].share(self._place.tensor, self._place.tensors)
-        rows = _targets(self._spec.share(self._place.tensors))[HEAD].shape[0]
+        ((first, end),) = self._targets[path].share(self._place.tensor, self._place.tensors)
+        rows = _targets(self._spec.share(self._place.tensors))[path].shape[0]
         return pad(matrix[first:end], (0, 0, 0, rows - end + first))
 
 

@@ -29,7 +29,8 @@ class Balancing:
     def __init__(self, model: Decoder, group: Group, *, spread: bool, interval: int) -> None:
         """`spread`: begin with neighbouring experts apart. `interval`: steps between two looks at the counts; 0: none."""
         self._group, self._interval, self._steps = group, interval, 0
-        self._layers = [layer for layer in model.experts if layer.held is not None]
+        self._layers = [mixer for block in model.blocks for mixer in block.mixers
+                        if isinstance(mixer, Experts) and mixer.held is not None]
         if interval and self._layers:
             # NCCL connects ranks at their first exchange, which takes a quarter of a second.
             group.begin_exchange(self._layers[0].counts.new_zeros(group.size, 1), [1] * group.size, [1] * group.size)()
