@@ -130,12 +130,12 @@ def test_rows_of_many_choices_take_turns_beside_others(depth: int) -> None:
     """Where rows cost time. All of them end with their own outputs, and nobody loses a row for it."""
     served = Served("promises", [request("big", 40, n=48)], depth, times=slow_rows(0.1))
     alone, beside = served.decoding
-    assert max(alone) == ROWS and beside and max(beside) == 5, "a fourth of 1.2 s, a row of each, is three rows"
+    assert max(alone) == ROWS and beside and max(beside) == 3, "a fifth of 1.1 s, its own row, is two rows"
     assert served.preempted["big"] <= 5 and min(len(tokens) for tokens in served.outputs.values()) == 4
     for index in range(48):
         assert served.outputs["big", index] == expected(PROMPT, [Everything()], 7 + index, 40)
     free = Served("promises", [request("big", 40, n=48)], depth, times=slow_rows(0.01))
-    assert max(free.decoding[True]) == ROWS, "15 rows more than two take 0.14 s of 1.02"
+    assert max(free.decoding[True]) == ROWS, "15 rows more than one take 0.15 s of 1.01"
 
 
 def test_rows_take_no_turns_where_nobody_watches() -> None:
