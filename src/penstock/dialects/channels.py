@@ -44,7 +44,7 @@ def _body(machine: Parser, header: str) -> Generator[None, None, str | None]:
     reader = machine.reader
     channel = header.rpartition("<|channel|>")[2].split()[:1] if "<|channel|>" in header else ["final"]
     recipient = _RECIPIENT.search(header)
-    if recipient and recipient[1].startswith("functions."):
+    if recipient and (recipient[1].startswith("functions.") or recipient[1] in machine.tools.names):
         return (yield from _call(machine, recipient[1].removeprefix("functions.")))
     say = machine.think if channel == ["analysis"] or recipient else machine.content
     _, marker = yield from reader.until(_ENDS, say, final=True)

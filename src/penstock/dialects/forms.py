@@ -7,7 +7,7 @@ from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.dialects.description import Form, Json, Named, Python, Tags
+from penstock.dialects.description import Block, Form, Json, Named, Python, Tags
 from penstock.dialects.reader import Emit, MalformedError, Reader, Wait, escaped
 from penstock.dialects.schemas import Tools, as_json, elements, read_value
 
@@ -31,6 +31,11 @@ def starts(form: Form, reader: Reader) -> Generator[None, None, bool]:
         case Named(before=before, header=(header, _)) if before and (yield from reader.begins((header, *before))):
             return True
     return char.isalpha() or char == "_"
+
+
+def alone(block: Block) -> bool:
+    """Whether each call stands behind a begin marker of its own: nothing else tells its name from text."""
+    return not block.end and isinstance(block.form, Named) and not block.form.before
 
 
 def read(form: Form, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str, ...]) -> Wait:
@@ -152,7 +157,7 @@ def _named(form: Named, reader: Reader, sink: Parser, tools: Tools, ends: tuple[
     name = name.strip()
     if form.id_is_name:
         call_id, name = name, name.removeprefix("functions.").rsplit(":", 1)[0]
-    if not name or any(char in name for char in '\n\t"{}'):
+    if not name or any(char in name for char in '\n\t"{}[]'):
         raise MalformedError("no name")
     if stop is None or stop == "{" or stop in ends:
         reader.at -= len(stop or "")

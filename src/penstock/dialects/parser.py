@@ -295,6 +295,11 @@ class Parser:
         between = (*block.inner, *((",", ";", "[", "]") if isinstance(form, forms.LISTED) else ()))
         ends = tuple(marker for marker in (block.end, *block.inner) if marker)
         kept, empty = block.keep, False
+        if not kept and not block.bare:
+            yield from reader.space()
+            while (yield from reader.take((block.begin,))):
+                # A model may begin its calls twice.
+                yield from reader.space()
         while True:
             behind = reader.at
             while not kept:
@@ -314,7 +319,7 @@ class Parser:
                     # A model may end its calls twice.
                     self._strays.add(block.end)
                 break
-            if not (yield from forms.starts(form, reader)):
+            if (self._good and forms.alone(block)) or not (yield from forms.starts(form, reader)):
                 if not self._good and not empty:
                     raise MalformedError("no call")
                 # The calls ended without an end marker. The following text keeps its leading space.

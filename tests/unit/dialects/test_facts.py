@@ -248,6 +248,17 @@ FACTS: list[tuple[str, str, str, Calls]] = [
     ("minicpm5", '<function name="weather"><param name="city">\n<![CDATA[  Rome\n]]></param></function>', "", [("weather", {"city": "  Rome\n"})]),
     ("minimax_m3", f"{NS}<tool_call>{NS}<invoke name=\"user\">{NS}<home>{NS}<room>1{NS}</room>{NS}<room>{NS}<size>2{NS}</size>{NS}</room>{NS}</home>"
      f"{NS}</invoke>{NS}</tool_call>", "", [("user", {"home": {"room": [1, {"size": 2}]}})]),
+    ("mistral", f"[TOOL_CALLS]add{J_ADDED}And now...", "And now...", [("add", ADDED)]),
+    ("mistral", f"[TOOL_CALLS]add[ARGS]{J_ADDED}\nAnd now...", "And now...", [("add", ADDED)]),
+    ("mistral", f"[TOOL_CALLS] [TOOL_CALLS] [{W_ROME}]", "", [("weather", ROME)]),
+    ("mistral", f"[TOOL_CALLS] [TOOL_CALLS] {W_ROME}", "", [("weather", ROME)]),
+    ("mistral", f"[TOOL_CALLS] [{W_ROME}][TOOL_CALLS] [{W_OSLO}]", "", [("weather", ROME), ("weather", OSLO)]),
+    ("mistral", f"[TOOL_CALLS][TOOL_CALLS]add{J_ADDED}[TOOL_CALLS]now{{}}", "", [("add", ADDED), ("now", {})]),
+    ("mistral", f"[TOOL_CALLS] junk [{W_ROME}]", f"[TOOL_CALLS] junk [{W_ROME}]", []),
+    ("mistral", "weather[TOOL_CALLS]{not json", "weather[TOOL_CALLS]{not json", []),
+    ("hermes", f"<tool_call>\n<tool_call>\n{W_ROME}\n</tool_call>", "", [("weather", ROME)]),
+    ("openai", f"<|start|>assistant<|channel|>commentary to=weather <|constrain|>json<|message|>{J_ROME}<|call|>", "", [("weather", ROME)]),
+    ("openai", "<|channel|>analysis to=python<|message|>print(1)<|call|><|start|>assistant<|channel|>final<|message|>1<|return|>", "1", []),
     # one bad call among good ones
     ("minimax", f"<tool_calls>\n{W_ROME}\n{{not json}}\n{W_OSLO}\n</tool_calls>", "{not json}", [("weather", ROME), ("weather", OSLO)]),
     ("kimi_k2", f"{KIMI}{KIMI_CALL.format('weather', '{')}{KIMI_CALL.format('add:1', J_ADDED)}{KIMI_END}", "*", [("add", ADDED)]),
