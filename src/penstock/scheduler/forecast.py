@@ -15,7 +15,7 @@ from penstock.core.steptime import StepTime
 from penstock.scheduler.step import InFlight
 
 _MARGIN, _MOST = 0.1, 0.5
-"""Part of a promise that is kept free for errors of forecasts: before any are known, and at most."""
+"""Part of a promise that is kept free for errors of forecasts, at least and at most."""
 _GAIN = 1 / 128
 """Weight of the newest error."""
 _NARROWEST, _WIDEST = 3.0, 12.0
@@ -63,7 +63,7 @@ class Forecast:
         """Learns from the forecast of a sequence that has its first token now, or will have it then."""
         if sequence.forecast:
             errors, wider = self._errors[sequence.request.tier], _KEPT if now <= sequence.promise else _BROKEN
-            errors.took(now - sequence.forecast)
+            errors.took(max(0.0, now - sequence.forecast))
             errors.deviations = min(_WIDEST, max(_NARROWEST, errors.deviations + wider))
             sequence.forecast = 0.0
 
@@ -142,7 +142,7 @@ class Forecast:
                                    "try again later, or use another class", code="queue_full", status=429,
                                    retry=max(1.0, late / 2))
         promised = sequence.promise - request.arrival
-        usable = promised - min(_MOST * promised, max(0.0, self._errors[request.tier].late))
+        usable = promised - min(_MOST * promised, max(_MARGIN * promised, self._errors[request.tier].late))
         if not (free or request.waits):
             sequence.forecast = request.arrival + late
         if free or request.waits or not (request.deadline or math.isfinite(service.ttft)) or late <= usable:
