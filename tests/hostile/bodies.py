@@ -19,6 +19,7 @@ LONG_FIELDS = {"prompt": 64, "content": 64, "messages": 4}
 
 BASE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Once"}], "max_completion_tokens": 1},
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "Once"}]], "max_completion_tokens": 1},
     "/v1/completions": {"prompt": "Once", "max_tokens": 1},
     "/tokenize": {"prompt": "Once"},
     "/detokenize": {"tokens": [3]},

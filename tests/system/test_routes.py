@@ -91,6 +91,15 @@ def test_the_schema() -> None:
     text = json.dumps(openly)
     for name in {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert name in openly["components"]["schemas"]
+    for name, schema in openly["components"]["schemas"].items():
+        assert schema.get("title", name) == name, "generators name classes by titles"
+    assert '"type": "array"}' not in text, "lists of anything say so: generators of clients stop there"
+    body = {path: openly["paths"][path]["post"]["requestBody"]["content"] for path in ("/invocations", "/v1/files")}
+    kinds = body["/invocations"]["application/json"]["schema"]["anyOf"]
+    assert [kind["$ref"].rpartition("/")[2] for kind in kinds] == [
+        "ChatRequest", "CompletionRequest", "EmbeddingRequest", "ClassifyRequest", "RerankRequest", "ScoreRequest"]
+    form = openly["components"]["schemas"][body["/v1/files"]["multipart/form-data"]["schema"]["$ref"].rpartition("/")[2]]
+    assert form["required"] == ["file", "purpose"] and form["properties"]["file"]["format"] == "binary"
     answer = openly["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert answer["application/json"]["schema"]["$ref"].endswith("/ChatCompletion")
     assert answer["text/event-stream"]["schema"]["$ref"].endswith("/Chunk")
@@ -106,9 +115,13 @@ def test_invocations(server: Served) -> None:
         assert (answer["object"], answer["choices"]) == (same["object"], same["choices"])
         streamed = server.post("/invocations", **body, **SHORT, stream=True)
         assert streamed.headers["content-type"].startswith("text/event-stream") and streamed.text.endswith("data: [DONE]\n\n")
-    for body in ({"input": "a"}, {}, {"messages": 1}):
+    for body, path in (({"input": "a"}, "/v1/embeddings"), ({"query": "a", "documents": ["b", "c"]}, "/rerank"),
+                       ({"queries": "a", "documents": ["b", "c"]}, "/score")):
+        same, answer = (server.post(place, **body).json() for place in (path, "/invocations"))
+        assert answer.keys() == same.keys() and all(answer.get(name) == same.get(name) for name in ("data", "results"))
+    for body in ({"colour": "a"}, {}, {"messages": 1}):
         assert server.post("/invocations", **body).status_code == 400
-    assert error_of(server.post("/invocations", input="a"))["param"] == "messages"
+    assert error_of(server.post("/invocations", colour="a"))["param"] == "messages"
 
 
 def test_tokenizer_routes(server: Served) -> None:

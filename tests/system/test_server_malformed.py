@@ -128,7 +128,7 @@ OF_CHAT: dict[str, list[Any]] = {
     "chat_template": ["{{ messages }}", 1, ""],
     "chat_template_kwargs": [[], {"messages": []}, {"self": 1}],
     "documents": ["a", [1]],
-    "echo": [True],
+    "echo": FLAG,
 }
 
 

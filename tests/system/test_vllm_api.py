@@ -23,6 +23,14 @@ NAMES = ("vllm:num_requests_waiting_by_reason", "vllm:engine_sleep_state", "vllm
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 4, "temperature": 0}
 
 
+def chat(server: Served, **body: Any) -> dict[str, Any]:
+    """A chat that must succeed."""
+    answer = server.post("/v1/chat/completions", **body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(need(MODELS / "stories260k"), "--max-model-len", "512", "--chat-template", TEMPLATE) as server:
@@ -54,10 +62,61 @@ def test_tokens_in_and_out(server: Served) -> None:
 
 @pytest.mark.parametrize("body, param", [
     ({"token_ids": []}, "token_ids"), ({"token_ids": [1], "sampling_params": {"colour": 1}}, "sampling_params"),
+    ({"token_ids": [1], "sampling_params": {"stop": ["a"], "detokenize": False}}, "sampling_params"),
     ({"token_ids": [10**6]}, "prompt"), ({"token_ids": [1], "features": {}}, "features"),
 ])
 def test_refused_generations(server: Served, body: dict[str, Any], param: str) -> None:
     assert (error_of(server.post("/inference/v1/generate", **body))["param"] or "").startswith(param)
+
+
+def test_several_conversations(server: Served) -> None:
+    """Each is answered as alone, with scores, ids and schemas, and the tokens of all are counted."""
+    chats = [[{"role": "user", "content": text}] for text in ("Once", "The end of the day", "Lily")]
+    asked = {**CHAT, "max_tokens": 6, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    found = server.post("/v1/chat/completions/batch", **{**asked, "messages": chats}).json()
+    alone = [chat(server, **{**asked, "messages": messages}) for messages in chats]
+    for index, (choice, one) in enumerate(zip(found["choices"], alone, strict=True)):
+        assert choice == {**one["choices"][0], "index": index}
+    for field in ("prompt_tokens", "completion_tokens"):
+        assert found["usage"][field] == sum(one["usage"][field] for one in alone)
+    twice = server.post("/v1/chat/completions/batch", **{**asked, "messages": chats, "n": 2}).json()["choices"]
+    assert [choice["message"] for choice in twice] == [one["message"] for one in found["choices"] for _ in range(2)]
+    said: dict[int, str] = {}
+    streamed = server.post("/v1/chat/completions/batch", **{**asked, "messages": chats, "stream": True}).text
+    for line in streamed.split("\n\n")[:-2]:
+        for part in json.loads(line.removeprefix("data: "))["choices"]:
+            said[part["index"]] = said.get(part["index"], "") + part["delta"].get("content", "")
+    assert said == {choice["index"]: choice["message"]["content"] for choice in found["choices"]}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
+    held = server.post("/v1/chat/completions/batch", messages=chats, response_format=schema).json()["choices"]
+    assert len(held) == 3 and all(json.loads(choice["message"]["content"]) in ("yes", "no") for choice in held)
+
+
+@pytest.mark.parametrize("body, param", [
+    ({"messages": []}, "messages"), ({"messages": CHAT["messages"]}, "messages[0]"),
+    ({"messages": [[{"content": "a"}]]}, "messages"), ({"prompt_logprobs": 1}, "prompt_logprobs"), ({"colour": 1}, "colour"),
+    ({"messages": [CHAT["messages"]] * 3000, "logprobs": True, "top_logprobs": 20}, "logprobs"),
+    ({"messages": [CHAT["messages"]] * 5000}, "messages"),
+    ({"messages": [CHAT["messages"], [{"role": "user", "content": "a " * 5000}]]}, "messages"),
+])
+def test_refused_batches(server: Served, body: dict[str, Any], param: str) -> None:
+    answer = server.post("/v1/chat/completions/batch", **{**CHAT, "messages": [CHAT["messages"]], **body})
+    assert answer.status_code == 400 and (error_of(answer)["param"] or "").startswith(param), answer.text
+
+
+def test_a_begun_answer_is_echoed(server: Served) -> None:
+    """`echo` tells what the assistant had said already, and nothing of what others said."""
+    begun = [*CHAT["messages"], {"role": "assistant", "content": [{"type": "text", "text": "Lily had"}]}]
+    asked = {**CHAT, "messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    rest = chat(server, **asked)["choices"][0]["message"]["content"]
+    assert chat(server, **asked, echo=True)["choices"][0]["message"]["content"] == "Lily had" + rest
+    lines = server.post("/v1/chat/completions", **asked, echo=True, stream=True).text.split("\n\n")
+    parts = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "") for line in lines[:-2]]
+    assert parts[0] == "Lily had" and "".join(parts) == "Lily had" + rest
+    batch = server.post("/v1/chat/completions/batch", **{**asked, "messages": [begun, begun]}, echo=True).json()["choices"]
+    assert [choice["message"]["content"] for choice in batch] == ["Lily had" + rest] * 2
+    plain = chat(server, **CHAT)["choices"][0]["message"]["content"]
+    assert chat(server, **CHAT, echo=True)["choices"][0]["message"]["content"] == plain
 
 
 def test_attributes_that_vllms_clients_read(server: Served) -> None:

@@ -185,8 +185,9 @@ class Inputs:
         ids = self._ids(prompt, add_special_tokens, keep is not None)
         kept = ids if keep is None else self._kept(ids, keep, side, params)
         if len(kept) >= self.info.max_model_len:
-            raise RequestError(f"a text has {len(kept)} tokens; at most {self.info.max_model_len - 1} are possible; shorten "
-                               "it, or send truncate_prompt_tokens", param="input", code="context_length_exceeded")
+            raise RequestError(f"a text has {len(kept)} tokens; at most {self.info.max_model_len - 1} are possible. Please "
+                               "reduce the length of the input prompt, or send truncate_prompt_tokens", param="input",
+                               code="context_length_exceeded")
         return Request(name, kept, params, arrival=time.time(), priority=priority, salt=salt, tenant=tenant, pool=pool)
 
     def _ids(self, prompt: str | Sequence[int], add_special_tokens: bool, whole: bool) -> list[int]:
@@ -219,8 +220,8 @@ class Inputs:
             found = len(tokenizer.encode(text[:size], add_special_tokens))
             if found > longest + CUT_TOKENS:
                 raise RequestError(f"the prompt has more than {found - CUT_TOKENS} tokens, but this model's context is "
-                                   f"{longest} tokens, prompt and output together; shorten the prompt to at most {longest - 1}",
-                                   param="prompt", code="context_length_exceeded")
+                                   f"{longest} tokens, prompt and output together. Please reduce the length of the input "
+                                   f"prompt to at most {longest - 1}", param="prompt", code="context_length_exceeded")
             checkpoint()
             size *= 4
         return tokenizer.encode(text, add_special_tokens)
@@ -231,7 +232,7 @@ class Inputs:
             count = max(1, room)
         if not 1 <= count <= self.info.max_model_len:
             raise RequestError(f"truncate_prompt_tokens is {count}; possible are 1 to {self.info.max_model_len}, or -1 for as "
-                               "many as fit", param="truncate_prompt_tokens")
+                               "many as fit. Please request a smaller truncation size", param="truncate_prompt_tokens")
         return ids[-count:] if side == "left" else ids[:count]
 
     def _with_defaults(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
@@ -240,8 +241,8 @@ class Inputs:
         room = longest - prompt_len
         if room < 1:
             raise RequestError(f"the prompt has {prompt_len} tokens, but this model's context is {longest} tokens, prompt and "
-                               f"output together; shorten the prompt to at most {longest - 1}", param="prompt",
-                               code="context_length_exceeded")
+                               f"output together. Please reduce the length of the input prompt to at most {longest - 1}",
+                               param="prompt", code="context_length_exceeded")
         wanted = params.max_tokens
         if wanted is not None and wanted > room:
             raise RequestError(f"max_tokens is {wanted} and the prompt has {prompt_len} tokens, together "

@@ -24,8 +24,8 @@ class Route(NamedTuple):
     """Starlette's notation: a parameter is {name} or {name:path}."""
     handler: Handler
     about: str
-    body: type[Any] | None = None
-    """The msgspec struct that its body is decoded into."""
+    body: type[Any] | tuple[type[Any], ...] | None = None
+    """The msgspec struct that its body is decoded into, or one of several."""
     streams: bool = False
     """True if it can answer with server-sent events."""
     parts: tuple[type[Any], ...] = ()
@@ -34,6 +34,8 @@ class Route(NamedTuple):
     """The type of the whole answer, for the schema."""
     event: type[Any] | None = None
     """The type of each event's data, if it streams."""
+    form: bool = False
+    """The body is a multipart form."""
 
 
 class Dialect(Protocol):

@@ -23,7 +23,7 @@ def docs_page(document: dict[str, Any]) -> str:
 
 def _route(path: str, method: str, described: dict[str, Any], schemas: dict[str, Any]) -> str:
     key = " (needs a key)" if described.get("security") else ""
-    body = described.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    body = next(iter(described.get("requestBody", {}).get("content", {"": {}}).values())).get("schema")
     answers = described["responses"]["200"]["content"]
     told = "; ".join(f"{escape(kind)}: {_kind(content.get('schema', {}))}" for kind, content in answers.items())
     parts = f"<p>Body: {_kind(body)}</p>{_fields(_resolved(body, schemas))}" if body else ""

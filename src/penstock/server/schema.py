@@ -21,7 +21,8 @@ TEXT_ROUTES = frozenset({"/metrics"})
 
 def openapi(routes: Sequence[Route], open_routes: Container[str], shapes: ErrorShapes, root_path: str = "") -> dict[str, Any]:
     """The OpenAPI 3.1 document. `open_routes` need no key, `shapes` are errors' by path, `root_path` is a proxy's prefix."""
-    kinds = [kind for route in routes for kind in (route.body, *route.parts, route.answer, route.event) if kind is not None]
+    kinds = [kind for route in routes for kind in (*_bodies(route), *route.parts, route.answer, route.event)
+             if kind is not None]
     schemas, components = _short_names(*msgspec.json.schema_components(kinds, ref_template=_REF + "{name}"))
     schema_of = {str(kind): schema for kind, schema in zip(kinds, schemas, strict=True)}
     components["Error"] = _error(shapes.default)
@@ -51,12 +52,25 @@ def _short_names(schemas: Sequence[dict[str, Any]], components: dict[str, Any]) 
     text = json.dumps([list(schemas), {renamed.get(name, name): schema for name, schema in components.items()}])
     for name, short in renamed.items():
         text = text.replace(f'"{_REF}{name}"', f'"{_REF}{short}"')
-    found_schemas, found_components = json.loads(text)
+    found_schemas, found_components = json.loads(text, object_hook=_with_items)
+    for name, schema in found_components.items():
+        schema["title"] = name
     return found_schemas, found_components
+
+
+def _with_items(schema: dict[str, Any]) -> dict[str, Any]:
+    """A list says of what it is, even if that is anything: generators of clients want to know."""
+    return {**schema, "items": {}} if schema.get("type") == "array" and "items" not in schema else schema
 
 
 def _path(route: Route) -> str:
     return route.path.replace(":path}", "}")
+
+
+def _bodies(route: Route) -> tuple[type[Any], ...]:
+    if isinstance(route.body, tuple):
+        return route.body
+    return () if route.body is None else (route.body,)
 
 
 def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +83,10 @@ def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
         "summary": route.about,
         "operationId": route.method.lower() + _path(route).replace("/", "_").replace("{", "").replace("}", ""),
         "responses": {"200": {"description": "The answer" if route.body else route.about, "content": content}}}
-    if route.body is not None:
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[str(route.body)]}}}
+    if bodies := [schema_of[str(kind)] for kind in _bodies(route)]:
+        schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+        kind = "multipart/form-data" if route.form else "application/json"
+        described["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
     if "{" in route.path:
         described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                                    for name in re.findall(r"{(\w+)", route.path)]

@@ -155,7 +155,7 @@ class ChatTemplate:
         RequestError, with the template's own message, if it refuses."""
         compiled = self._choose(bool(tools))
         if continue_final_message and add_generation_prompt:
-            raise RequestError("continue_final_message and add_generation_prompt exclude each other; set one of them to false",
+            raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True. Leave one out",
                                param="continue_final_message", code="invalid_value")
         check_variables(variables)
         checked = chat.check(messages)

@@ -25,8 +25,8 @@ def answer(count: int = 1) -> ChatAnswer:
     body = msgspec.convert({"messages": [{"role": "user", "content": "?"}], "n": count, "stream": True,
                             "stream_options": {"include_usage": True}}, ChatRequest)
     request = Request("r", [1, 2, 3], SamplingParams(n=count))
-    return ChatAnswer("id", "model", request, body, Namer(None, False),
-                      lambda: Parser(by_name("hermes"), prompt=""), None)
+    return ChatAnswer("id", "model", [request], body, Namer(None, False),
+                      [lambda: Parser(by_name("hermes"), prompt="")], None)
 
 
 def deltas(choice: int = 0) -> list[Delta]:

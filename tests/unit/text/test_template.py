@@ -178,7 +178,7 @@ def test_continuing_the_final_message(source: str, expected: str) -> None:
 def test_what_cannot_be_continued() -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(RequestError, match="exclude each other"):
+    with pytest.raises(RequestError, match="Cannot set both `continue_final_message` and `add_generation_prompt` to True"):
         template.render(messages, continue_final_message=True)
     with pytest.raises(RequestError, match="does not show the final message"):
         template.render(messages, add_generation_prompt=False, continue_final_message=True)

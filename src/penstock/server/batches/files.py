@@ -6,23 +6,33 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
+from penstock.server.errors import explain
 from penstock.server.responses.protocol import Deleted
 from penstock.server.state import State
 from penstock.server.store import Database
 from penstock.server.stored import Ref, asked, listed, number, ref, whose
 
-PURPOSES = ("batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals")
+Purpose = Literal["batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals"]
 
-FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+class FileForm(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /v1/files."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+    purpose: Purpose
+    anchor: Literal["created_at"] = msgspec.field(name="expires_after[anchor]", default="created_at")
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)] | None = msgspec.field(name="expires_after[seconds]", default=None)
+
 
 MAX_PARTS = 16
 """Parts of one form."""
@@ -91,6 +101,10 @@ def delete_file(database: Database, file: Ref) -> None:
     database.delete(*file._replace(kind="content"))
 
 
+def _possible(where: str, text: str) -> str:
+    return f"{text}; possible are {', '.join(get_args(Purpose))}" if where == "purpose" else text
+
+
 class Files:
     def __init__(self, state: State) -> None:
         self.state = state
@@ -98,7 +112,8 @@ class Files:
     def routes(self) -> Sequence[Route]:
         one = "/v1/files/{file}"
         return (
-            Route("POST", "/v1/files", self.upload, "Store a file, sent as a form with the fields file and purpose"),
+            Route("POST", "/v1/files", self.upload, "Store a file, sent as a form with the fields file and purpose", FileForm,
+                  form=True),
             Route("GET", "/v1/files", self.list, "A page of the files"),
             Route("GET", one, self.get, "About a file"),
             Route("DELETE", one, self.delete, "Delete a file", answer=Deleted),
@@ -114,26 +129,21 @@ class Files:
                 count(len(chunk))
                 chunks.append(chunk)
         fields = form(http.headers.get("content-type", ""), b"".join(chunks))
-        if "file" not in fields or "purpose" not in fields:
-            missed = "file" if "file" not in fields else "purpose"
-            raise RequestError(f"Missing required parameter: '{missed}'", param=missed, code="missing_required_parameter")
-        if unknown := fields.keys() - {*FIELDS}:
-            raise RequestError(f"the form has the unknown field {min(unknown)[:100]!r}; possible are {', '.join(FIELDS)}",
-                               param=min(unknown)[:100])
-        purpose = fields["purpose"][1][:100].decode("utf-8", "replace")
-        if purpose not in PURPOSES:
-            raise RequestError(f"purpose is {purpose!r}; possible are {', '.join(PURPOSES)}", param="purpose")
-        seconds = fields.get("expires_after[seconds]", (None, b""))[1][:20].decode("latin-1")
-        if seconds and not 3600 <= (number(seconds) or 0) <= 2_592_000:
-            raise RequestError(f"expires_after.seconds is {seconds!r}; possible are 3600 to 2592000", param="expires_after")
-        expires = int(time.time()) + int(seconds) if seconds else None
+        values: dict[str, Any] = {name[:100]: value[:100].decode("utf-8", "replace") for name, (_, value) in fields.items()}
+        if (age := values.get("expires_after[seconds]")) is not None:
+            values["expires_after[seconds]"] = number(age) or age
+        try:
+            said = msgspec.convert(values, FileForm)
+        except msgspec.ValidationError as error:
+            raise explain(error, _possible) from None
+        expires = int(time.time()) + said.seconds if said.seconds else None
         filename, content = fields["file"]
 
         def work(database: Database) -> dict[str, Any]:
             if database.bytes_of("content", "file") + len(content) > database.most_bytes:
                 raise RequestError(f"all files together would have more than {database.most_bytes:,} bytes (--store-bytes); "
                                    "delete some", param="file", code="store_full", status=413)
-            return write_file(database, owner, filename or "file", purpose, content, expires)
+            return write_file(database, owner, filename or "file", said.purpose, content, expires)
 
         return json_response(await self.state.store.run(work))
 

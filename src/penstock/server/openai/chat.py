@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: messages through the model's template, and the answer in OpenAI's shape."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,6 +16,7 @@ from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
 from penstock.server.answer import note_ignored
 from penstock.server.openai.answers import ChoicesAnswer, Usage
+from penstock.server.openai.form import in_terms
 from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
 from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import prepare
@@ -78,18 +79,19 @@ class ChatCompletion(msgspec.Struct):
 class ChatAnswer(ChoicesAnswer):
     """Builds the answer to one request from deltas."""
 
-    def __init__(self, name: str, model: str, request: EngineRequest, body: ChatRequest, namer: Namer,
-                 new_parser: Callable[[], Parser], info: EngineInfo | None) -> None:
-        super().__init__(name, model, [request], body, namer, info)
-        self.request = request
+    def __init__(self, name: str, model: str, requests: Sequence[EngineRequest], body: ChatRequest, namer: Namer,
+                 new_parsers: Sequence[Callable[[], Parser]], info: EngineInfo | None, echoes: Sequence[str] = ("",)) -> None:
+        """`new_parsers` and `echoes`, the texts that answers begin with, are of each request."""
+        super().__init__(name, model, requests, body, namer, info)
+        self.echoes = echoes
         self.want_logprobs = bool(body.logprobs)
-        self.readings = [Reading(new_parser(), body, self.details) for _ in self.growths]
+        self.readings = [Reading(new_parser(), body, self.details) for new_parser in new_parsers for _ in range(self.n)]
         self._plain = not (self.want_logprobs or self.want_ids or self.usage_always or forced(body))
 
     def add(self, deltas: Iterable[Delta]) -> None:
         super().add(deltas)
         for delta in deltas:
-            reading = self.readings[delta.index]
+            reading = self.readings[self.first[delta.request_id] + delta.index]
             if delta.finish_reason or not reading.parser.is_content(delta.text):
                 reading.events(delta)
 
@@ -97,8 +99,8 @@ class ChatAnswer(ChoicesAnswer):
         """A choice begins with an event that names the role, as OpenAI's does."""
         growth, reading, opening = self.growths[choice], self.readings[choice], b""
         if not growth.started:
-            growth.started = True
-            opening = event(self._chunk(ChunkChoice(choice, ChunkDelta("assistant", "")), first=True))
+            growth.started, begun = True, ChunkDelta("assistant", self.echoes[choice // self.n])
+            opening = event(self._chunk(ChunkChoice(choice, begun), first=True))
         self.count(delta)
         if self._plain and not delta.finish_reason and reading.parser.is_content(delta.text):
             frame = self.frames.get(choice)
@@ -125,8 +127,8 @@ class ChatAnswer(ChoicesAnswer):
                       usage=self.chunk_usage())
         if first and self.service_tier is not None:
             chunk.service_tier = self.service_tier
-        if first and self.want_ids:
-            chunk.prompt_token_ids = self.request.prompt_ids
+        if first and self.want_ids and len(self.requests) == 1:
+            chunk.prompt_token_ids = self.requests[0].prompt_ids
         return chunk
 
     def last_events(self) -> bytes:
@@ -139,14 +141,16 @@ class ChatAnswer(ChoicesAnswer):
         lines = []
         for index, (growth, reading) in enumerate(zip(self.growths, self.readings, strict=True)):
             logprobs = self._scores(growth.logprobs) if self.want_logprobs else None
-            message = reading.whole()
+            message, echo = reading.whole(), self.echoes[index // self.n]
+            if echo:
+                message.content = echo + (message.content or "")
             lines.append(AnswerChoice(index, message, logprobs, reading.finish_reason(growth.finish_reason),
                                       growth.stop_reason, growth.token_ids if self.want_ids else None, reading.flags))
         answer = ChatCompletion(self.id, self.created, self.model, lines, self.usage(), ledger=self.ledger,
                                 system_fingerprint=self.system_fingerprint, service_tier=self.service_tier)
-        if self.want_ids:
-            answer.prompt_token_ids = self.request.prompt_ids
-        if self.request.params.prompt_logprobs is not None:
+        if self.want_ids and len(self.requests) == 1:
+            answer.prompt_token_ids = self.requests[0].prompt_ids
+        if self.requests[0].params.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_entries(self.growths[0].prompt_logprobs or [], self.namer)
         return answer
 
@@ -170,12 +174,26 @@ class Prepared(NamedTuple):
         return state.llm.inputs.parser(self.prompt, self.tools)
 
 
-async def answer(state: State, http: Request, body: ChatRequest) -> Response:
-    """Answers one chat request. RequestError for what cannot be honoured."""
-    ready = await prepared(state, http, body)
-    whole = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", ready.model, ready.request, body,
-                       namer(state, body), lambda: ready.parser(state), state.llm.info)
-    return await respond(http, state.llm.open([ready.request]), whole, bool(body.stream))
+async def answer(state: State, http: Request, *bodies: ChatRequest) -> Response:
+    """Answers one chat request, or several that differ in their messages alone. RequestError for what cannot be honoured."""
+    body, ready = bodies[0], [await prepared(state, http, bodies[0])]
+    state.limits.work(len(bodies), ready[0].request.params)
+    ready += [await prepared(state, http, other) for other in bodies[1:]]
+    requests = [one.request for one in ready]
+    state.limits.check_tenant(state.llm.traffic.tenant_tokens[requests[0].tenant], requests, http.scope["key"])
+    for request in requests[1:]:
+        request.follows = requests[0].id
+    whole = ChatAnswer(f"chatcmpl-{body.request_id or http.scope['request_id']}", ready[0].model, requests, body,
+                       namer(state, body), [partial(one.parser, state) for one in ready], state.llm.info,
+                       [_echo(one) for one in bodies])
+    return await respond(http, state.llm.open(requests), whole, bool(body.stream))
+
+
+def _echo(body: ChatRequest) -> str:
+    """The text of the last message, if it is the assistant's and `echo` asks for it."""
+    last = body.messages[-1]
+    said = last.get("content") if body.echo and last["role"] == "assistant" else None
+    return said if isinstance(said, str) else "\n".join(part.get("text", "") for part in said or ())
 
 
 async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
@@ -208,26 +226,15 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
         [request] = await prepare(state, http, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens),
                                   parsed=True, predicted=body.prediction.text if body.prediction else "")
     except RequestError as error:
-        raise in_terms_of_chat(error, body) from None
+        longest = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        raise in_terms(error, {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "tools",
+                               "max_tokens": longest}) from None
     return Prepared(model, request, prompt.text, tools)
 
 
 def _named(body: ChatRequest) -> bool:
     """True if tool_choice names one tool, which is then called once."""
     return isinstance(body.tool_choice, ToolChoice) and body.tool_choice.allowed_tools is None
-
-
-def in_terms_of_chat(error: RequestError, body: ChatRequest) -> RequestError:
-    """Renames the engine's parameter in an error to the field of this endpoint (prompt -> messages)."""
-    names = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "tools"}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    name = names.get(error.param or "")
-    if name is None:
-        return error
-    # The name alone, not where it is a part of a flag's.
-    message = error.message if name == "messages" else re.sub(rf"(?<![-\w]){error.param}\b", name, error.message)
-    return RequestError(message, param=name, code=error.code, status=error.status)
 
 
 def check(body: ChatRequest) -> None:
@@ -243,6 +250,3 @@ def check(body: ChatRequest) -> None:
         raise RequestError("tool_choice is only possible with tools", param="tool_choice")
     if forced(body) and structure_of(body) is not None:
         raise RequestError("tool_choice forces a call, so the answer cannot also have another format", param="tool_choice")
-    if body.echo:
-        raise RequestError("echo cannot be honoured: it is supported by /v1/completions only", param="echo",
-                           code="unsupported_parameter")

@@ -54,6 +54,16 @@ def refusing(why: Mapping[str, str], otherwise: ExplainField = lambda _where, te
     return explain
 
 
+def in_terms(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """An error in terms of a route whose fields have other names, which are changed in its text where they stand alone."""
+    name = names.get(error.param or "")
+    if name is None:
+        return error
+    # "prompt" is a word that fits conversations, too.
+    message = error.message if error.param == "prompt" else re.sub(rf"(?<![-\w]){error.param}\b", name, error.message)
+    return RequestError(message, param=name, code=error.code, status=error.status)
+
+
 def _parts(where: str, text: str) -> str:
     """A decoder's complaint, with what helps where it is about a part of a message."""
     if where.endswith(".type") and "content" in where:

@@ -50,7 +50,6 @@ WHY_REFUSED: dict[str, str] = {
     "web_search_options": "this server does not search the web",
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "prompts are text or token ids",
-    "echo": "it is supported by /v1/completions only",
     "mm_processor_kwargs": "this server takes text only",
     "media_io_kwargs": "this server takes text only",
     "kv_transfer_params": "this server does not transfer caches",
@@ -142,7 +141,7 @@ class SamplingFields(ServiceFields, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
     service_tier: Name | None = None
     """A class of service: auto, default, priority (interactive), flex (batch), or a class by its own name."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_retention: Annotated[str, Meta(pattern="^(in[_-]memory|24h)$")] | None = None
     """24h keeps the whole prompt for so long; OpenAI's field."""
     prompt_cache_options: PromptCacheOptions | None = None
 
@@ -398,10 +397,9 @@ class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError(f"a tool of the type {self.type} needs {self.type}")
 
 
-class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
+class ChatFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """Everything about the answer to a conversation but its messages."""
 
-    messages: Messages
     tools: Annotated[list[Tool], Meta(max_length=MAX_ENTRIES)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     reasoning_effort: str | None = None
@@ -422,7 +420,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     modalities: list[Literal["text"]] | None = None
 
     audio: None = None
-    echo: OnlyFalse | None = None
+    echo: bool | None = None
+    """Begin the answer with the text of the last message, if that is the assistant's."""
     function_call: Literal["none"] | None = None
     functions: NoList | None = None
     include_reasoning: bool | None = None
@@ -437,8 +436,30 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's name of it; -1 sets no limit."""
     web_search_options: None = None
 
+
+class ChatRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+
     def __post_init__(self) -> None:
         msgspec.convert({"messages": self.messages}, Conversation)
+
+
+class ChatBatchRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions/batch: several conversations, one answer to each."""
+
+    messages: Annotated[list[Messages], Meta(min_length=1, max_length=MAX_ENTRIES)]
+    prompt_logprobs: None = None
+
+    def __post_init__(self) -> None:
+        for messages in self.messages:
+            msgspec.convert({"messages": messages}, Conversation)
+
+    def conversations(self) -> list[ChatRequest]:
+        """A request for each of them."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return [ChatRequest(**{**fields, "messages": messages}) for messages in self.messages]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,15 +21,18 @@ from penstock.engine import pooling
 from penstock.engine.pooling import Floats, Text, class_pool, embedding, embedding_pool, paired, probabilities, vectors_of
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
+from penstock.server.openai import chat, completions
 from penstock.server.openai.completions import split_prompts
 from penstock.server.openai.form import OpenAIForm
 from penstock.server.openai.messages import render
 from penstock.server.openai.prepare import admitted
-from penstock.server.openai.protocol import TokenizeRequest
+from penstock.server.openai.protocol import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from penstock.server.pooling import protocol as p
 from penstock.server.pooling.packing import packed
 from penstock.server.respond import gather
 from penstock.server.state import State
+
+Answerer = Callable[[Request, Any], Awaitable[Response]]
 
 _MOST_PLACES = 256
 """Vectors that the header of an answer in bytes tells of. Clients read no header of more than 64 KiB."""
@@ -48,11 +52,16 @@ class PooledTexts:
 
 class Pooling(OpenAIForm):
     def routes(self) -> Sequence[Route]:
-        def both(path: str, handler: Any, about: str, body: type[Any], answer: Any,
+        def both(path: str, answered: Answerer, about: str, body: type[Any], answer: Any,
                  prefixes: Sequence[str] = ("", "/v1")) -> list[Route]:
+            async def handler(http: Request) -> Response:
+                return await answered(http, await self.bodies.read(http, body))
+
             return [Route("POST", prefix + path, handler, about, body, answer=answer) for prefix in prefixes]
 
         return (
+            Route("POST", "/invocations", self.invocations, "What the body asks for, by its fields, for SageMaker",
+                  tuple(self.by_body), True, (Message,)),
             *both("/embeddings", self.embeddings, "Turn texts into vectors", p.EmbeddingRequest,
                   p.Answers[p.Embedding], ("/v1",)),
             *both("/pooling", self.pooling, "Hidden states of texts, pooled or by token", p.PoolingRequest,
@@ -65,17 +74,39 @@ class Pooling(OpenAIForm):
 
     # -- the endpoints
 
-    async def embeddings(self, http: Request) -> Response:
+    @property
+    def by_body(self) -> dict[type[Any], Answerer]:
+        return {ChatRequest: partial(chat.answer, self.state), CompletionRequest: partial(completions.answer, self.state),
+                p.EmbeddingRequest: self.embeddings, p.ClassifyRequest: self.classify, p.RerankRequest: self.rerank,
+                p.ScoreRequest: self.score}
+
+    async def invocations(self, http: Request) -> Response:
+        """The answer of the route that takes such a body."""
+        body = await self.bodies.read(http, self._kind_of)
+        return await self.by_body[type(body)](http, body)
+
+    def _kind_of(self, fields: Container[str]) -> type[Any]:
+        """The kind of request that has these fields. RequestError if there is none."""
+        task = self._inputs.info.task if self.state.llm.info is not None else "generate"
+        texts = p.ClassifyRequest if task == "classify" else p.EmbeddingRequest
+        kinds = {"prompt": CompletionRequest, "query": p.RerankRequest, "input": texts,
+                 "messages": ChatRequest if task == "generate" else texts,
+                 **dict.fromkeys(("text_1", "queries", "data_1"), p.ScoreRequest)}
+        for name, kind in kinds.items():
+            if name in fields:
+                return kind
+        raise RequestError("Missing required parameter: 'messages' or 'prompt', 'input' (for vectors or classes), 'query' or "
+                           "'queries' (for scores)", param="messages", code="missing_required_parameter")
+
+    async def embeddings(self, http: Request, body: p.EmbeddingRequest) -> Response:
         """Embeddings as numbers, base64 or bytes."""
-        body = await self.bodies.read(http, p.EmbeddingRequest)
         model, scale = self.state.admit_bare(body.model), _scaling(body, self._inputs.pooler.normalize)
         texts = await self._texts(http, body)
         run = await pool_texts(self.state, http, model, body, texts, embedding_pool(self._inputs))
         return await self._written(run, "embd", p.Embedding, scale, body)
 
-    async def pooling(self, http: Request) -> Response:
+    async def pooling(self, http: Request, body: p.PoolingRequest) -> Response:
         """Hidden states or a classifier's probabilities: of each text, or of its tokens."""
-        body = await self.bodies.read(http, p.PoolingRequest)
         model, scale = self.state.admit_bare(body.model), _scaling(body, self._inputs.pooler.normalize)
         task = body.task or ("classify" if self._inputs.info.task == "classify" else "embed")
         if task in ("classify", "score", "token_classify"):
@@ -89,9 +120,8 @@ class Pooling(OpenAIForm):
         run = await pool_texts(self.state, http, model, body, await self._texts(http, body), pool)
         return await self._written(run, "pool", p.Pooled, scale, body)
 
-    async def classify(self, http: Request) -> Response:
+    async def classify(self, http: Request, body: p.ClassifyRequest) -> Response:
         """The most probable label of each text, and all probabilities."""
-        body = await self.bodies.read(http, p.ClassifyRequest)
         model = self.state.admit_bare(body.model)
         run = await pool_texts(self.state, http, model, body, await self._texts(http, body), class_pool(self._inputs))
         names = self._inputs.info.labels
@@ -102,9 +132,8 @@ class Pooling(OpenAIForm):
 
         return await self._answer(run, "classify", lambda: [line(*one) for one in enumerate(run.vectors)])
 
-    async def score(self, http: Request) -> Response:
+    async def score(self, http: Request, body: p.ScoreRequest) -> Response:
         """A score for each pair, in their order."""
-        body = await self.bodies.read(http, p.ScoreRequest)
         model = self.state.admit_bare(body.model)
         one = body.text_1 or body.queries or body.data_1
         two = body.text_2 or body.documents or body.items or body.data_2
@@ -114,9 +143,8 @@ class Pooling(OpenAIForm):
         scores, run = await self._scores(http, model, body, paired(one, two, ("text_1", "text_2")))
         return await self._answer(run, "score", lambda: [p.Score(*one) for one in enumerate(scores)])
 
-    async def rerank(self, http: Request) -> Response:
+    async def rerank(self, http: Request, body: p.RerankRequest) -> Response:
         """The documents with the best first."""
-        body = await self.bodies.read(http, p.RerankRequest)
         model = self.state.admit_bare(body.model)
         documents = [one if isinstance(one, str) else one.text for one in body.documents]
         scores, run = await self._scores(http, model, body, [(body.query, one) for one in await self._cut(body, documents)])

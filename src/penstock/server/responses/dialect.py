@@ -18,7 +18,7 @@ from penstock.server.blocks import Blocks
 from penstock.server.dialect import Route
 from penstock.server.errors import as_request_error
 from penstock.server.openai.chat import Prepared, prepared
-from penstock.server.openai.form import OpenAIForm, explain, refusing
+from penstock.server.openai.form import OpenAIForm, explain, in_terms, refusing
 from penstock.server.openai.logprobs import namer
 from penstock.server.openai.messages import count_tokens
 from penstock.server.openai.protocol import ChatRequest
@@ -160,7 +160,7 @@ class Responses(OpenAIForm):
                 return await prepared(self.state, http, chat), chat
             except RequestError as error:
                 if error.code != "context_length_exceeded" or body.truncation != "auto" or len(items) < 2:
-                    raise _in_terms_of_responses(error) from None
+                    raise in_terms(error, _NAMES) from None
             items = items[-(-len(items) // 4):]
             while len(items) > 1 and str(items[0].get("type", "")).endswith("_output"):
                 # The call that it answers is gone.
@@ -288,12 +288,9 @@ def _resolved(items: list[r.Item], history: list[r.Item]) -> list[r.Item]:
     return found
 
 
-def _in_terms_of_responses(error: RequestError) -> RequestError:
-    name = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
-            "response_format.json_schema.schema": "text.format.schema"}.get(error.param or "")
-    if name is None:
-        return error
-    return RequestError(error.message.replace(str(error.param), name), param=name, code=error.code, status=error.status)
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+          "response_format.json_schema.schema": "text.format.schema"}
+"""Fields of a chat by what they are called here."""
 
 
 def _explain_field(where: str, text: str) -> RequestError | str:

@@ -105,6 +105,8 @@ class VLLM(OpenAIForm):
         """Continues a prompt of token ids."""
         body, state = await self.bodies.read(http, GenerateRequest), self.state
         state.admit(body.model)
+        if body.sampling_params.get("stop") and body.sampling_params.get("detokenize") is False:
+            raise RequestError("stop strings are only possible where detokenize is true", param="sampling_params")
         given = {name: value for name, value in body.sampling_params.items() if name not in UNREAD and value is not None}
         fields = {"max_tokens": None, **given, "prompt": body.token_ids, "stream": body.stream, "cache_salt": body.cache_salt,
                   "priority": body.priority, "stream_options": body.stream_options}
