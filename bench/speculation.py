@@ -74,7 +74,7 @@ def main() -> None:
     batches = [int(part) for part in args.batches.split(",")]
     shapes, lines = SHAPES | SMALL, list[dict[str, Any]]()
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": PROMPT + args.output_len + 64,
-               "max_num_seqs": max(batches), "device": args.device, "gpu_memory_utilization": 0.45}
+               "max_num_seqs": max(batches), "device": args.device}
     with tempfile.TemporaryDirectory() as name:
         folder, shape = Path(name), shapes[args.target]
         target = str(write(shape, folder / args.target))
@@ -86,8 +86,9 @@ def main() -> None:
                       "synthetic_acceptance_rate": probability}
             ahead = {"ahead": True, "device": args.ahead} if args.ahead else {}
             in_turn = {"speculative_config": {**config, "draft_policy": "fixed"}} if ahead else {}
-            with (LLM(target, **in_turn, **options) as off,
-                  LLM(target, speculative_config={**config, **ahead}, **options) as on):
+            # The share of a GPU's memory is that of all its users: a second engine with the same share would have few pages.
+            with (LLM(target, gpu_memory_utilization=0.45, **in_turn, **options) as off,
+                  LLM(target, gpu_memory_utilization=0.9, speculative_config={**config, **ahead}, **options) as on):
                 scheduler = on.engine.scheduler
                 for kind in args.policies.split(",") if probability else ["adaptive"]:
                     scheduler.drafts.policy = (Adaptive(args.drafts, scheduler.times) if kind == "adaptive"

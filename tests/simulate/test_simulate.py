@@ -56,7 +56,7 @@ class RandomDrafts(DraftPolicy):
         super().__init__(5)
         self.rng = random.Random(seed)
 
-    def begin(self) -> bool:
+    def begin(self, rows: int) -> int:
         return self.rng.random() < 0.8
 
     def count(self, sequence: Sequence) -> int:
@@ -65,7 +65,7 @@ class RandomDrafts(DraftPolicy):
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted > 0
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: int) -> None:
         assert 0 <= kept <= tokens >= rows
 
 

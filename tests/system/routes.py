@@ -68,7 +68,7 @@ class _Drafts(DraftPolicy):
         super().__init__(count)
         self._turn = 0
 
-    def begin(self) -> bool:
+    def begin(self, rows: int) -> int:
         self._turn += 1
         return self._turn % 3 > 0
 
@@ -78,7 +78,7 @@ class _Drafts(DraftPolicy):
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         assert 0 <= accepted <= drafted
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: int) -> None:
         assert 0 <= kept <= tokens >= rows
 
     def propose(self, drafting: Drafting) -> None:

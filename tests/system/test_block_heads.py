@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from penstock import SamplingParams, canary, models
 from penstock.checkpoint import read_config
 from penstock.core.errors import ModelError
+from penstock.scheduler.drafting import Drafts
 from tests.system.test_speculation import FIXED, answers, opened
 
 CANARY = canary.model_folder()
@@ -33,10 +34,14 @@ def saved(out: Path, dspark: bool) -> Path:
                    f"{layer}.mlp.down_proj": (width, INNER), f"{layer}.input_layernorm": (width,),
                    f"{layer}.post_attention_layernorm": (width,)}
     if dspark:
-        shapes |= {"markov_head.markov_w1": (target.vocab_size, RANK), "markov_head.markov_w2": (target.vocab_size, RANK)}
+        shapes |= {"markov_head.markov_w1": (target.vocab_size, RANK), "markov_head.markov_w2": (target.vocab_size, RANK),
+                   "confidence_head.proj": (1, width + RANK)}
     out.mkdir()
-    save_file({f"{name}.weight": torch.randn(shape, generator=draw) * (0.3 if "markov" not in name else 3.0)
-               for name, shape in shapes.items()}, out / "model.safetensors")
+    tensors = {f"{name}.weight": torch.randn(shape, generator=draw) * (0.3 if "markov" not in name else 3.0)
+               for name, shape in shapes.items()}
+    if dspark:
+        tensors["confidence_head.proj.bias"] = torch.tensor([0.5])
+    save_file(tensors, out / "model.safetensors")
     named = {"mask_token_id": MASK, "target_layer_ids": taps}
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": width, "intermediate_size": INNER,
@@ -70,8 +75,9 @@ def _turned(x: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _drafts(tensors: dict[str, torch.Tensor], taps: torch.Tensor, embedding: torch.Tensor, head: torch.Tensor, token: int,
-            count: int, dspark: bool) -> list[int]:
-    """The drafts behind `token`, by the papers' description, from the target's hidden states [T, taps x width] before it."""
+            count: int, dspark: bool) -> tuple[list[int], list[float]]:
+    """The drafts behind `token` and how likely the head says that they are kept, by the papers' description, from the target's
+    hidden states [T, taps x width] before it."""
     weight = {name.removesuffix(".weight"): tensor for name, tensor in tensors.items()}
     context, length = _rms(taps @ weight["fc"].T, weight["hidden_norm"]), len(taps)
     x = embedding[[token, *[MASK] * (count - dspark)]]
@@ -87,13 +93,16 @@ def _drafts(tensors: dict[str, torch.Tensor], taps: torch.Tensor, embedding: tor
         normed = _rms(x, weight[f"{layer}.post_attention_layernorm"])
         gate, up = (normed @ weight[f"{layer}.mlp.{name}_proj"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ weight[f"{layer}.mlp.down_proj"].T
-    logits, found = _rms(x, weight["norm"]) @ head.T, list[int]()
-    for line in logits if dspark else logits[1:]:
+    states, found, chances = _rms(x, weight["norm"]), list[int](), list[float]()
+    for state in states if dspark else states[1:]:
+        line = head @ state
         if dspark:
-            before = found[-1] if found else token
-            line = line + weight["markov_head.markov_w2"] @ weight["markov_head.markov_w1"][before]
+            before = weight["markov_head.markov_w1"][found[-1] if found else token]
+            line = line + weight["markov_head.markov_w2"] @ before
+            score = weight["confidence_head.proj"][0] @ torch.cat((state, before)) + weight["confidence_head.proj.bias"][0]
+            chances.append(float(score.sigmoid()))
         found.append(int(line.argmax()))
-    return found
+    return found, chances
 
 
 @pytest.mark.parametrize("dspark", [False, True], ids=["dflash", "dspark"])
@@ -102,17 +111,22 @@ def test_it_drafts_what_the_papers_say(dspark: bool, tmp_path: Path, monkeypatch
     from penstock.worker.drafting import Drafting
 
     folder = saved(tmp_path / "head", dspark)
-    seen: list[tuple[list[int], list[int]]] = []
+    seen: list[tuple[list[int], list[int], list[float]]] = []
+    told: list[list[float]] = []
     propose = Block.propose
 
-    def watched(self: Block, drafting: Drafting) -> None:
-        propose(self, drafting)
+    def watched(self: Block, drafting: Drafting) -> torch.Tensor | None:
+        said = propose(self, drafting)
         if len(drafting.segments):
             row, length = drafting.row.tolist()[0], drafting.length.tolist()[0]
-            seen.append((drafting.rows.tokens[row, :length].tolist(), drafting.written().tolist()))
+            chances = [] if said is None else said.tolist()
+            seen.append((drafting.rows.tokens[row, :length].tolist(), drafting.written().tolist(), chances))
+        return said
 
     monkeypatch.setattr(Block, "propose", watched)
     prompt = [5, 80, 300, 41, 907, 66]
+    foresee = Drafts.foresee
+    monkeypatch.setattr(Drafts, "foresee", lambda self, step, chances: (told.append(chances), foresee(self, step, chances))[1])
     with opened(speculative_model=str(folder), dtype="float32", **FIXED) as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
@@ -123,13 +137,15 @@ def test_it_drafts_what_the_papers_say(dspark: bool, tmp_path: Path, monkeypatch
     kept: list[torch.Tensor] = []
     # The last of transformers' hidden states is normed.
     model.model.layers[-1].register_forward_hook(lambda _module, _given, out: kept.append(out.view(-1, out.shape[-1])))
-    for known, drafts in seen[:4]:
+    assert [chances for _, _, chances in seen][:len(told)] == told and bool(told) is dspark
+    for known, drafts, chances in seen[:4]:
         with torch.no_grad():
             states = model(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
             taps = torch.cat([*(states[layer][0] for layer in (1, 4)), kept[-1]], -1)
             ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-            expected = _drafts(tensors, taps, *ends, known[-1], len(drafts), dspark)
+            expected, likely = _drafts(tensors, taps, *ends, known[-1], len(drafts), dspark)
         assert drafts == expected
+        assert chances == pytest.approx(likely, abs=1e-3)
     assert len(seen) >= 4
 
 
@@ -142,3 +158,9 @@ def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ModelError, match=message), opened(speculative_model=str(folder)):
             pass
+    folder = saved(tmp_path / "other", True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["confidence_head.proj.weight"] = tensors["confidence_head.proj.weight"][:, :-1].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="confidence head reads"), opened(speculative_model=str(folder)):
+        pass

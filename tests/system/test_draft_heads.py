@@ -210,7 +210,7 @@ class Pausing(DraftPolicy):
     def reads_prompts(self) -> bool:
         return False
 
-    def begin(self) -> bool:
+    def begin(self, rows: int) -> int:
         self._step += 1
         return not self._first <= self._step < self._last
 

@@ -40,7 +40,7 @@ class Fixed(DraftPolicy):
         self.drafted += drafted
         self.accepted += accepted
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: int) -> None:
         assert 0 <= kept <= tokens >= rows
 
 

@@ -31,8 +31,6 @@ TREES = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods whose drafts may be trees."""
 _RULES = {"strict": "", "synthetic": "", "probabilistic": "token", "block": "block"}
 """Rules of verification, by their names in the configuration: `Speculation.rejection`."""
-_SHARES = ("synthetic", "delta")
-"""The fields that are not whole numbers."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {"draft_tensor_parallel_size": (1, None), "disable_padded_drafter_batch": (True, False),
                                          "quantization": (None,)}
 """Keys that are accepted with these values, which change nothing here."""
@@ -95,24 +93,18 @@ def own_drafters() -> EntryPoints:
 
 def speculation(options: EngineOptions) -> Speculation | None:
     """The settings that the options give; None if nothing is drafted. ConfigError for impossible ones."""
-    found = _speculation(options)
-    if found is not None and found.tree is not None and (options.batch_invariant or options.context_parallel_size > 1):
+    given, method, model = options.speculative_config, options.speculate, options.speculative_model
+    if given and (method != "off" or model is not None):
+        raise ConfigError("speculative_config says all about drafting; leave speculate and speculative_model out")
+    if not given and method == "off" and model is None:
+        return None
+    found = _of_vllm(given, options) if given else _checked(Speculation(
+        "auto" if method == "off" else method, model, options.num_speculative_tokens or _TOKENS,
+        adaptive=options.draft_policy == "adaptive"))
+    if found.tree is not None and (options.batch_invariant or options.context_parallel_size > 1):
         raise ConfigError("speculative_eagle_topk is not possible with batch_invariant or context_parallel_size, whose sums "
                           "have an order of keys that trees change; leave one of them out")
     return found
-
-
-def _speculation(options: EngineOptions) -> Speculation | None:
-    given = options.speculative_config
-    if given:
-        if options.speculate != "off" or options.speculative_model is not None:
-            raise ConfigError("speculative_config says all about drafting; leave speculate and speculative_model out")
-        return _of_vllm(given, options)
-    method, model = options.speculate, options.speculative_model
-    if method == "off" and model is None:
-        return None
-    return _checked(Speculation("auto" if method == "off" else method, model, options.num_speculative_tokens or _TOKENS,
-                                adaptive=options.draft_policy == "adaptive"))
 
 
 def _read(value: Any) -> Any:
@@ -155,21 +147,17 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
         numbers.setdefault("shortest", min(numbers["longest"], Speculation.shortest))
     elif "shortest" in numbers:
         numbers["longest"] = max(numbers["shortest"], Speculation.longest)
-    try:
-        numbers |= msgspec.convert({name: value for name, value in numbers.items() if name not in _SHARES}, dict[str, int])
-        numbers |= msgspec.convert({name: value for name, value in numbers.items() if name in _SHARES}, dict[str, float])
-        parallel = msgspec.convert(given.get("parallel_drafting"), bool | None)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"speculative_config: {error}") from None
     policy = given.get("draft_policy", options.draft_policy)
     if policy not in ("adaptive", "fixed"):
         raise ConfigError(f"speculative_config: draft_policy is {policy!r}; possible are adaptive and fixed")
-    if numbers.get("nodes"):
-        # As SGLang counts them, with the token before the drafts.
-        numbers["nodes"] -= 1
-    found = Speculation(_NAMES.get(method, method), model, adaptive=policy == "adaptive", parallel=parallel,
-                        rejection=_RULES[rule], device=str(given.get("device") or ""))
-    return _checked(replace(found, **numbers))
+    try:
+        found = msgspec.convert({"method": _NAMES.get(method, method), "model": model, "adaptive": policy == "adaptive",
+                                 "parallel": given.get("parallel_drafting"), "rejection": _RULES[rule],
+                                 "device": str(given.get("device") or ""), **numbers}, Speculation)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+    # As SGLang counts them, with the token before the drafts.
+    return _checked(replace(found, nodes=max(0, found.nodes - 1)))
 
 
 def _check_tree(found: Speculation) -> None:

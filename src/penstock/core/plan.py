@@ -186,6 +186,8 @@ class StepResult:
     """[layers with experts, experts] how often each was picked since the start; now and then, of mixtures."""
     expert_hits: int = 0
     """With `picks`: how many of them were of experts on the device, if some are in host memory alone."""
+    chances: npt.NDArray[np.float32] | None = None
+    """[drafts of `StepPlan.drafted`] how likely each is kept if those before it are, as the drafter estimates it, if any."""
     ahead: tuple[int, int] = (0, 0)
     """Since the start: outcomes of verifications for which a drafter that drafts ahead had drafts, and all of them."""
 

@@ -14,9 +14,9 @@ class Sequence:
     `known` tokens are on the host (`tokens`); `planned` positions are in plans already made; `computed` positions are done.
     Owned by the scheduler; nothing else writes it."""
 
-    __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "children", "computed", "constraint", "done",
-                 "due", "epoch", "expected", "forecast", "goal", "index", "limit", "mark", "masked", "pages", "passed", "phase",
-                 "planned", "pooled", "predicted", "promise", "promised", "prompt_len", "request", "room", "row",
+    __slots__ = ("acceptance", "cache_state", "cached", "cached_by_tier", "chances", "children", "computed", "constraint",
+                 "done", "due", "epoch", "expected", "forecast", "goal", "index", "limit", "mark", "masked", "pages", "passed",
+                 "phase", "planned", "pooled", "predicted", "promise", "promised", "prompt_len", "request", "room", "row",
                  "scores", "scoring", "seed", "since", "slack", "stops", "stretched", "timings", "tokens")
 
     def __init__(self, request: Request, index: int, seed: int, limit: int) -> None:
@@ -42,6 +42,8 @@ class Sequence:
         """The place in `request.predicted`, in bytes, up to which the answer follows it. Written by the drafts alone."""
         self.acceptance: float | None = None
         """Estimated probability that a draft is kept if those before it are. Written by the draft policy alone."""
+        self.chances: list[float] = []
+        """The same for each of its newest drafts, as the drafter itself estimates it, if it does."""
         self.computed = 0
         self.epoch = 0
         """Number of preemptions."""

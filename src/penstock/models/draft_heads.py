@@ -62,25 +62,23 @@ class DraftHead:
         return Decoder(self.spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
                        group=group)
 
+    def own(self, *names: str) -> dict[str, torch.Tensor]:
+        """The tensors of these names that its folder has."""
+        checkpoint = Checkpoint(self.folder)
+        with checkpoint.mapped():
+            return {name: checkpoint.read(name).clone() for name in names if name in checkpoint.tensors}
+
     def targets(self) -> torch.Tensor | None:
         """[draft vocabulary] int64: the target's number of each token that it can draft; None if they are numbered alike."""
-        checkpoint = Checkpoint(self.folder)
-        if self.stems or "d2t" not in checkpoint.tensors:
-            return None
-        with checkpoint.mapped():
-            offsets = checkpoint.read("d2t").long()
-            return offsets + torch.arange(len(offsets))
-
+        found = {} if self.stems else self.own("d2t")
+        return found["d2t"].long() + torch.arange(len(found["d2t"])) if found else None
 
     def masks(self) -> tuple[int, torch.Tensor] | None:
         """`mask`, and what it reads there in place of the target's states [taps x width]."""
         if self.mask is None:
             return None
-        checkpoint = Checkpoint(self.folder)
-        if "mask_hidden" not in checkpoint.tensors:
-            return self.mask, torch.zeros(max(1, len(self.taps)) * self.spec.width)
-        with checkpoint.mapped():
-            return self.mask, checkpoint.read("mask_hidden").flatten().clone()
+        zeros = torch.zeros(max(1, len(self.taps)) * self.spec.width)
+        return self.mask, self.own("mask_hidden").get("mask_hidden", zeros).flatten()
 
 
 _MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
@@ -190,16 +188,11 @@ class BlockHead(DraftHead):
     eps: float = 1e-6
     """Of the norm of what it reads of the target."""
 
-    def extra(self) -> dict[str, torch.Tensor]:
-        """The tensors that are no part of its decoder."""
-        checkpoint = Checkpoint(self.folder)
-        names = [name for name in checkpoint.tensors if name in _EXTRA]
-        with checkpoint.mapped():
-            return {name: checkpoint.read(name).clone() for name in names}
 
-
-_EXTRA = ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
-_BLOCK = (*(Rule(name, None) for name in (*_EXTRA, "confidence_head.proj.*", "embed_tokens.weight", "lm_head.weight")),
+EXTRA = ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+         "confidence_head.proj.weight", "confidence_head.proj.bias")
+"""The tensors of a block diffusion head that are no part of its decoder."""
+_BLOCK = (*(Rule(name, None) for name in (*EXTRA, "embed_tokens.weight", "lm_head.weight")),
           Rule("norm.weight", "norm.weight"), *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)
 
 
@@ -214,11 +207,15 @@ def block(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
                          "possible is vanilla, without fc_layernorm")
     spec = describe({**given, "architectures": ["Qwen3ForCausalLM"], "vocab_size": target.vocab_size,
                      "tie_word_embeddings": False})
-    count, shapes = len(target.blocks), {name: one.shape for name, one in read_headers(folder).items() if name in _EXTRA}
+    count, shapes = len(target.blocks), {name: one.shape for name, one in read_headers(folder).items() if name in EXTRA}
     if spec.width != target.width or not all(isinstance(tap, int) and 0 <= tap < count for tap in taps) \
             or tuple(shapes.get("fc.weight", ())) != (target.width, len(taps) * target.width):
         raise ModelError(f"{folder} reads layers {taps} of a model of width {spec.width}; this model has {count} layers of "
                          f"width {target.width}")
+    wide = shapes.get("confidence_head.proj.weight", (1, spec.width))[1]
+    if wide not in (spec.width, spec.width + shapes.get("markov_head.markov_w1.weight", (0, 0))[1]):
+        raise ModelError(f"{folder}: its confidence head reads {wide} numbers; possible are the {spec.width} of a slot's "
+                         "state, and with them those of the Markov head's token before")
     spec = replace(spec, architecture=method, begins=False, head=HeadSpec(False, borrowed=True),
                    max_positions=target.max_positions)
     return BlockHead(method, folder, config, stored_as(spec, _BLOCK, config), _BLOCK, (), tuple(tap + 1 for tap in taps),

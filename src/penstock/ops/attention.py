@@ -125,6 +125,9 @@ class Divides(Protocol):
 class AttentionOps:
     """An implementation of `attention`: `prepare` divides a step's work on the host, `apply` runs it on the device."""
 
+    invariant = False
+    """Whether results are bitwise independent of the batch; then `prepare` takes no `slack`."""
+
     def library_spans(self, geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
         """Returns the long prefill segments of a step that a vendor library should compute; pass them to `prepare` and `apply`.
 

@@ -3,7 +3,12 @@
 import logging
 import math
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
 
 from penstock.config.speculation import Speculation
 from penstock.core.plan import Proposal
@@ -21,9 +26,10 @@ class DraftPolicy:
     def __init__(self, most: int) -> None:
         self.most = most
 
-    def begin(self) -> bool:
-        """Called before a step is planned. Returns whether the drafter takes part; if not, no count is asked for."""
-        return True
+    def begin(self, rows: int) -> int:  # noqa: ARG002
+        """Called before a step of about so many sequences is planned. Returns the most drafts of a sequence in it; 0: the
+        drafter rests, and no count is asked for."""
+        return self.most
 
     def count(self, sequence: Sequence) -> int:  # noqa: ARG002 (other policies look at it)
         """Returns the maximum number of tokens to draft, possibly 0. The scheduler may ask the drafter for fewer."""
@@ -32,7 +38,7 @@ class DraftPolicy:
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Reports that `drafted` tokens were verified and `accepted` of them kept."""
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: int) -> None:
         """Reports a step of `rows` sequences without prefill: `tokens` positions, of which `kept` gave tokens, in `seconds`,
         drafting included. `drafting`: what `begin` said of it."""
 
@@ -40,117 +46,158 @@ class DraftPolicy:
 _log = logging.getLogger("penstock")
 _ACCEPTED = 0.7
 """Acceptance assumed before anything is known."""
-_WEIGHT = 0.1
-"""Weight of the newest verified draft in a sequence's acceptance; a tenth of it in the acceptance of all."""
-_SAMPLES, _FEW, _REST = 64, 16, 4
-"""Drafted segments over whose steps a throughput is averaged: of one sequence, what a step keeps says little; those of a trial
-of drafts; steps without drafts in a rest that shows what they cost."""
-_PLAIN, _SELDOM = 64, 256
-"""Steps with drafts between such rests, and where drafts clearly pay."""
-_CLEAR, _HOPELESS = 1.15, 0.85
-"""Gain from which drafts clearly pay, and below which the drafter does not even read prompts."""
-_TRIAL, _RARE = 128, 1024
-"""Steps without drafts between two trials of one draft for each sequence: at first, and after trials that failed."""
+_WEIGHT, _SAMPLES = 0.1, 64
+"""Weight of the newest verified draft in a sequence's acceptance, and the most that a step has in averages over all, which go
+over so many drafts, or sequences of steps."""
+_NEWEST = 7
+"""Steps of a kind whose median is what such a step takes."""
+_HOLD, _FIRST = 3, 2
+"""Steps until the number of drafts may change, and while none with that number has been measured."""
+_BETTER, _AGE, _UNKNOWN = 1.01, 1 / 5000, 32
+"""Gain for which it does, what is added to the rate of a number for each step in which it was not tried, and how many times as
+much for the largest number before its first time."""
+_NEAR, _RETRY = 2, 400
+"""Half powers of two over which a known number of sequences speaks for others; steps until drafts are tried again where none of
+a trial could be measured."""
+_HOPELESS, _BELOW = 0.85, 0.7
+"""Gain below which the drafter does not even read prompts; part of the acceptance of all below which a sequence may have fewer
+drafts than others."""
 _TAIL, _AHEAD = 3, 16
 """The tokens by which an answer is found in what its request predicts, and the most that are then expected."""
 
 
-class Adaptive(DraftPolicy):
-    """Drafts where steps with drafts give more tokens a second, and each draft while its probability of being kept exceeds its
-    cost.
+class _Size:
+    """Measurements of steps of about one number of sequences, by their number of drafts."""
 
-    For each number of sequences (in half powers of two) it keeps the throughput of steps with drafts and of steps in which
-    the drafter rests, and takes the better; the other is tried now and then. So drafting ends where steps are bound by compute
-    (many sequences, a CPU) and goes on where they are bound by the reading of weights, whatever the drafter costs. Within a
-    step that drafts, with R tokens a second and c seconds for each further position, a further draft must be kept with a
-    probability above R * c; the j-th is kept with probability a^j, where a is the sequence's acceptance. c is that of the model
-    of step time."""
+    def __init__(self, most: int) -> None:
+        self.steps = 0
+        """Planned."""
+        self.newest = [deque[float]((), _NEWEST) for _ in range(most + 1)]
+        """Seconds of steps."""
+        self.share = [1.0] * (most + 1)
+        """Tokens that a step gave, of those expected by the acceptance."""
+        self.tried = [0] * (most + 1)
+        """The value of `steps` when they were last planned; 0: never."""
+        self.told: bool | None = None
+        """Whether the log says that drafts pay."""
+
+    def seconds(self) -> list[float]:
+        """Of steps with 0, 1, ... drafts: measured, or on a line between measured ones; beyond them on the last two's line."""
+        known = {number: sorted(newest)[(len(newest) - 1) // 2] for number, newest in enumerate(self.newest) if newest}
+        most, (before, last) = len(self.newest) - 1, list(known)[-2:]
+        known.setdefault(most, known[last] + max(0.0, known[last] - known[before]) * (most - last) / (last - before))
+        return list(map(float, np.interp(range(most + 1), list(known), list(known.values()))))
+
+
+def _size(rows: int) -> int:
+    """Half powers of two of the sequences."""
+    return int(2 * math.log2(max(1, rows)))
+
+
+class Adaptive(DraftPolicy):
+    """Drafts as many tokens as give the most tokens a second, none where steps without drafts do.
+
+    For each number of sequences (in half powers of two) the median time of steps with 0, 1, ... drafts is kept, and the tokens
+    that they gave: with an acceptance of a, k drafts give 1 + a + ... + a^k, times a measured share. Times of other numbers lie
+    on a line, and one that would be best is thereby tried. The rates of numbers that are not tried grow slowly, so that each is
+    tried again, the seldomer the worse it was. A number of sequences that is new begins without drafts.
+
+    Where no drafts pay the drafter rests (many sequences, a CPU). With R tokens a second and c seconds for each further
+    position, a sequence whose drafts are kept less often than others' has a j-th one only if a^j is above R * c, where a is
+    its own acceptance; c is that of the model of step time. Where the drafter itself says how likely its drafts are kept, that
+    of a sequence's newest drafts takes the place of a, and decides for every sequence."""
 
     def __init__(self, most: int, times: StepTime, whole: bool = False) -> None:
         """`whole`: drafts are trees, which are drafted as a whole or not at all."""
         super().__init__(most)
-        self.whole = whole
-        self._times = times
-        self._accepted = _ACCEPTED
-        self._rates = defaultdict[int, list[float]](lambda: [0.0, 0.0])
-        """By size: tokens a second and sequence of steps without drafts, and of those with; 0 where there were none."""
-        self._seen = defaultdict[int, list[int]](lambda: [0, 0])
-        """By size: the steps of which these are averages."""
-        self._size = 0
-        """Of the newest step: half powers of two of its sequences."""
-        self._rests, self._steps = False, 1
-        """Whether the drafter rests in the step planned last, and in how many up to it that is so. In the first step behind a
-        rest it only reads: drafts follow from what was read last."""
-        self._trial, self._patience = False, _TRIAL
-        """Whether drafts are tried although they have not paid; steps until they are tried."""
-        self._drafted, self._same = True, True
-        """Whether the drafter took part in the step that ended last, and whether that was so in the one before, too."""
-        self._told: dict[int, bool] = {}
-        """By size, whether the log says that drafts pay."""
+        self.whole, self._times = whole, times
+        self._numbers = [0, most] if whole else list(range(most + 1))
+        self._accepted, self._verified, self._right = _ACCEPTED, 0, 0
+        """The acceptance of all sequences; drafts verified since it was computed, and those kept."""
+        self._sizes = defaultdict[int, _Size](lambda: _Size(most))
+        self._size = self._last = 0
+        """Of the step planned last; what `begin` said of the one that ended last."""
+        self._drafts, self._left, self._reads = 0, 0, False
+        """The number of drafts, in how many steps behind the one planned last, and whether that one follows a rest."""
         self._bar = 0.0
         """The probability of being kept above which a token is drafted; 0 before anything is known."""
 
-    @property
-    def _gain(self) -> float:
-        """The throughput with drafts, of that without: by the steps of this size; as long as one kind is missing, of the
-        nearest size that has both."""
-        known = [size for size, rates in self._rates.items() if all(rates)]
-        near = min(known, key=lambda size: abs(size - self._size), default=None)
-        return _CLEAR if near is None else self._rates[near][1] / self._rates[near][0]
+    def _expected(self, drafts: int) -> float:
+        """Tokens that a step with so many drafts gives a sequence."""
+        return sum(self._accepted ** place for place in range(drafts + 1))
 
-    def begin(self) -> bool:
-        gain, few = self._gain, self._some(_FEW)
-        self.reads_prompts = gain >= _HOPELESS
-        if self._rests:
-            turns = self._steps >= (_REST if gain >= 1 else self._patience)
-        elif gain < 1 or not self._rates[self._size][0]:
-            turns = self._steps > few
-        else:
-            turns = self._steps > (_PLAIN if gain < _CLEAR else _SELDOM)
-        if turns:
-            if self._rests:
-                self._patience = _TRIAL if gain >= 1 else min(2 * self._patience, _RARE)
-                self._seen[self._size][1] = min(self._seen[self._size][1], few if gain < 1 else _SAMPLES)
-            self._rests, self._steps, self._trial = not self._rests, 0, gain < 1
-        self._steps += 1
-        return not self._rests
+    def begin(self, rows: int) -> int:
+        moved, self._size = _size(rows) != self._size, _size(rows)
+        one, before = self._sizes[self._size], self._drafts
+        one.steps += 1
+        if moved or not self._left:
+            self._drafts = self._choice(rows)
+            self._left = _HOLD if one.newest[self._drafts] else _FIRST
+        self._reads = before == 0 < self._drafts
+        one.tried[self._drafts] = one.steps
+        self._left -= 1
+        return self._drafts
 
-    def _some(self, segments: int) -> int:
-        """The steps of this size that have so many segments, but one."""
-        return max(1, segments >> self._size // 2)
+    def _choice(self, rows: int) -> int:
+        """The number of drafts of the next steps."""
+        one, first = self._sizes[self._size], self._numbers[1]
+        if not one.newest[0]:
+            return 0
+        # Where steps with drafts and steps without can be compared.
+        known = [size for size, found in self._sizes.items() if found.newest[0] and any(found.newest[1:])]
+        least = min(known, key=lambda size: abs(size - self._size), default=math.inf)
+        if abs(least - self._size) > _NEAR:
+            return first if not one.tried[first] or one.steps - one.tried[first] >= _RETRY else 0
+        near = self._sizes[int(least)]
+        # Tokens a second of one sequence, at this number of sequences or the nearest at which that is known.
+        rates = [share * self._expected(drafts) / seconds for drafts, (share, seconds) in enumerate(
+            zip(near.share, near.seconds(), strict=True))]
+        best, pays = max(self._numbers, key=rates.__getitem__), max(self._numbers[1:], key=rates.__getitem__)
+        self.reads_prompts = rates[pays] >= _HOPELESS * rates[0]
+        self._bar = self._times.slope(rows * (1 + best)) * rates[best] * rows
+        if near is one and one.told is not (best > 0):
+            one.told = best > 0
+            _log.info("speculation is %s at about %d sequences: %.0f tokens a second with drafts (%d), %.0f without",
+                      "on" if best else "off", rows, rates[pays] * rows, pays, rates[0] * rows)
+        ages = [one.steps - tried for tried in one.tried]
+        ages[-1] *= 1 if one.tried[-1] else _UNKNOWN
+        aged = [rate * (1 + _AGE * age) for rate, age in zip(rates, ages, strict=True)]
+        for number in {0, self._drafts}:
+            aged[number] *= _BETTER
+        return max(self._numbers, key=aged.__getitem__)
 
     def count(self, sequence: Sequence) -> int:
-        if self._steps == 1:
+        accepted, chances = sequence.acceptance, sequence.chances
+        # Behind a rest the drafter first reads: drafts follow from what was read last.
+        if self._reads:
             return 0
-        accepted, bar = self._accepted if sequence.acceptance is None else sequence.acceptance, self._bar
-        if self._trial and not self.whole:
-            return 1
-        if self.whole or bar <= 0.0 or accepted >= 1.0 > bar:
-            return self.most
-        return min(self.most, int(math.log(bar) / math.log(accepted))) if accepted > bar else 0
+        if self.whole or (not chances and (accepted is None or accepted >= _BELOW * self._accepted)):
+            return self._drafts
+        each = chances or [accepted or 0.0]
+        survival: Iterable[float] = accumulate((each[min(place, len(each) - 1)] for place in range(self._drafts)), mul)
+        # Nothing would be heard of a sequence without drafts: now and then it has one.
+        return max(not self._left, sum(chance > self._bar for chance in survival))
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         # Drafts behind the first wrong one were never tried.
         tried = min(drafted, accepted + 1)
         old = self._accepted if sequence.acceptance is None else sequence.acceptance
-        own, shared = (1 - _WEIGHT) ** tried, (1 - _WEIGHT / 10) ** tried
+        own = (1 - _WEIGHT) ** tried
         sequence.acceptance = own * old + (1 - own) * accepted / tried
-        self._accepted = shared * self._accepted + (1 - shared) * accepted / tried
+        self._verified, self._right = self._verified + tried, self._right + accepted
 
-    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: bool) -> None:
-        self._same = drafting == self._drafted
-        self._drafted, self._size = drafting, int(2 * math.log2(rows))
-        # The first step of a kind is neither: it reads behind a rest, or begins where drafts are still being verified.
-        if seconds <= 0 or not kept or not self._same:
+    def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: int) -> None:  # noqa: ARG002
+        if self._verified:
+            weight = min(_WEIGHT, self._verified / _SAMPLES)
+            self._accepted += weight * (self._right / self._verified - self._accepted)
+            self._verified = self._right = 0
+        same, self._last, one = drafting == self._last, drafting, self._sizes[_size(rows)]
+        # The first step of a kind is none: it reads behind a rest, or begins where drafts are still being verified.
+        if seconds <= 0 or not kept or not same:
             return
-        rates, seen = self._rates[self._size], self._seen[self._size]
-        seen[drafting] = min(seen[drafting] + 1, max(4, self._some(_SAMPLES)))
-        rates[drafting] += (kept / rows / seconds - rates[drafting]) / seen[drafting]
-        self._bar = self._times.slope(tokens) * max(rates) * rows
-        if all(rates) and self._told.get(self._size) != (pays := self._gain >= 1):
-            self._told[self._size] = pays
-            _log.info("speculation is %s at about %d sequences: %.0f tokens a second with drafts, %.0f without",
-                      "on" if pays else "off", rows, rates[1] * rows, rates[0] * rows)
+        one.newest[drafting].append(seconds)
+        share = kept / rows / self._expected(drafting)
+        one.share[drafting] += min(_WEIGHT, rows / _SAMPLES) * (share - one.share[drafting])
 
 
 class Drafts:
@@ -159,21 +206,27 @@ class Drafts:
     def __init__(self, policy: DraftPolicy | None) -> None:
         """`policy`: None if the worker has no drafter."""
         self.policy = policy
-        self._expecting = self._drafting = False
+        self._expecting, self._drafting = False, 0
         self._used = True
         """Whether the step for which the policy was asked last has been made."""
 
-    def begin(self) -> bool:
-        """Called before a step is planned. Returns whether any sequence can have drafts in it."""
+    def begin(self, rows: int) -> bool:
+        """Called before a step of about so many sequences is planned. Returns whether any can have drafts in it."""
         if self._used:
-            self._drafting, self._used = self.policy is not None and self.policy.begin(), False
-        return self._expecting or self._drafting
+            self._drafting, self._used = 0 if self.policy is None else self.policy.begin(rows), False
+        return self._expecting or self._drafting > 0
 
     def end(self, step: InFlight) -> None:
         """Called when the segments of a step are known: decides whether the drafter rests."""
         step.drafting, self._used = self._drafting, bool(step.counts)
         prompts = sum(step.counts) > len(step.counts) + sum(step.drafts.values())
         step.rests = self.policy is not None and not self._drafting and not (prompts and self.policy.reads_prompts)
+
+    def foresee(self, step: InFlight, chances: list[float]) -> None:
+        """Takes in what the drafter said of its drafts in a step (`StepResult.chances`)."""
+        for segment, count in step.drafts.items():
+            if segment not in step.proposed:
+                step.sequences[segment].chances, chances = chances[:count], chances[count:]
 
     def expect(self, sequence: Sequence, at: int, tokens: list[int]) -> None:
         """Sets tokens expected from position `at` >= len(sequence.tokens) on, as drafts: a wrong one costs only time."""
@@ -209,10 +262,9 @@ class Drafts:
 
     def proposals(self, step: InFlight) -> list[Proposal]:
         """The expected tokens of a plan whose segments were not handed out yet."""
-        found = [(sequence, drafts, _expected(sequence)) for sequence, drafts in
-                 ((step.sequences[segment], drafts) for segment, drafts in step.drafts.items())]
-        return [Proposal(sequence.row, sequence.planned + 1, expected[:drafts])
-                for sequence, drafts, expected in found if expected]
+        pairs = ((step.sequences[segment], drafts) for segment, drafts in step.drafts.items())
+        return [Proposal(sequence.row, sequence.planned + 1, expected[:drafts]) for sequence, drafts in pairs
+                if (expected := _expected(sequence))]
 
 
 def _find(tokens: bytes, tail: bytes, start: int) -> int:

@@ -250,6 +250,8 @@ class Scheduler:
                 self.taker.token(sequence, own, logprobs.get(i), now)
                 if sequence.request.predicted and not (sequence.done or sequence.masked or self.cache.exact):
                     self.drafts.follow(sequence)
+        if result.chances is not None:
+            self.drafts.foresee(step, result.chances.tolist())
         decoded = step.counts.count(1) + len(drafts)
         checked = sum(drafts.values())
         self.stats.ahead_hits, self.stats.ahead_tries = result.ahead

@@ -42,8 +42,8 @@ class InFlight:
     """The size of the step."""
     held: bool = False
     """Whether the next step is planned when this one has ended, so that short prompts that come meanwhile are in it."""
-    drafting: bool = False
-    """Whether the draft policy has the drafter take part."""
+    drafting: int = 0
+    """The most drafts of a sequence, as the draft policy has it; 0: the drafter rests."""
     rests: bool = False
     """As `StepPlan.rests`."""
     limit: str = ""

@@ -22,10 +22,10 @@ from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, Sampler
 from penstock.worker.staging import upload
-from penstock.worker.verify import STRICT, Acceptance, Verified
+from penstock.worker.verify import STRICT, Verified
 
 if TYPE_CHECKING:
-    from penstock.worker.trees import Trees
+    from penstock.worker.trees import Growth, Trees
 
 
 class Drafting:
@@ -102,6 +102,10 @@ class Host:
     draw: Draw | None = None
     """Draws drafts in place of the rule by which their targets are sampled, if drafts are verified by rejection."""
 
+    def chains(self, drafting: Drafting, grow: Callable[[Growth, Drafting], None]) -> Drafting:
+        """Has trees grown where drafts branch, and returns the segments that need chains, perhaps none."""
+        return drafting if self.trees is None or not len(drafting.segments) else self.trees.split(drafting, grow)
+
     def choose(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
         """Writes the drafts that follow from logits [S, V] to these positions [S] of rows."""
         self.sampler.choose(logits, row, position)
@@ -145,8 +149,8 @@ class LoadedDrafter:
 
     follows = False
     """Whether its drafter's `follow` is called."""
-    acceptance: Acceptance = STRICT
-    """The rule by which its drafts are kept."""
+    asked = STRICT
+    """By which rule its drafts are kept."""
     counted: tuple[int, int] = (0, 0)
     """Of one that drafts ahead: outcomes for which it had drafts, and all."""
 
@@ -179,10 +183,11 @@ class LoadedDrafter:
 class Drafter(Protocol):
     """Writes draft tokens. `scheduler/drafting.py::DraftPolicy` decides how many, and `verify.py` verifies them."""
 
-    def propose(self, drafting: Drafting) -> None:
+    def propose(self, drafting: Drafting) -> torch.Tensor | None:
         """Enqueues the kernels that compute and write the drafts, without synchronising the device. Called before each step's
         forward pass, so that drafters with a cache of their own can follow the rows; pages exist for all of the plan's
-        positions. Where `StepPlan.rests`, there is nothing to draft, and what can be left out should be: `follow` is."""
+        positions. Where `StepPlan.rests`, there is nothing to draft, and what can be left out should be: `follow` is. A drafter
+        that says how likely its drafts are kept returns `StepResult.chances`, on the device."""
         ...
 
     def leave(self, rows: list[int]) -> None:  # noqa: ARG002

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from penstock.core.plan import Ints, StepPlan, Want
@@ -106,7 +107,7 @@ class Graphs:
     def capture(self) -> None:
         """Runs every bucket once, so that kernels are compiled and loaded, and captures it. Rows must be unused."""
         began = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             # Single tokens, or segments of the maximum length.
             plans = [(bucket, dummy_plan(spread(bucket.tokens, bucket.segments) if bucket.tokens == bucket.segments
@@ -126,6 +127,21 @@ class Graphs:
                         self._decodes[key], _ = self._capture(pool, partial(self._decode, bucket, parts, deltas))
         self._stream.synchronize()
         self.seconds = time.perf_counter() - began
+
+    @torch.inference_mode()
+    def passes(self, run: Callable[[Bucket, Parts], None], most: int) -> dict[Bucket, torch.cuda.CUDAGraph]:
+        """Captures `run` for decode steps of up to `most` rows. `capture` comes before."""
+        found = dict[Bucket, torch.cuda.CUDAGraph]()
+        with torch.cuda.stream(self._stream):
+            for size in [size for size in reversed(self.buckets.decode) if size <= most]:
+                bucket, plan = Bucket(size, size), dummy_plan(np.ones(size, np.int32))
+                # Lines know their segments in plans with slack alone.
+                plan.slack = np.zeros_like(plan.counts)
+                parts = self.builder.fill(plan, bucket, picks_of(plan))
+                run(bucket, parts)
+                self._stream.synchronize()
+                found[bucket], _ = self._capture(self._pool, partial(run, bucket, parts))
+        return found
 
     def _capture(self, pool: _POOL_HANDLE, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
         """Captures `run` into a graph. Returns the graph and the result of `run`."""

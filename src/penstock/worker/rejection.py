@@ -40,7 +40,7 @@ class Rejection:
         self._first = torch.full((count,), -1, dtype=torch.int32, device=rows.device)
         """[row] the position of its first draft; -1 if a drafter's choice has no distribution."""
         self._drawn = torch.empty(0, device=rows.device)
-        """[segments, places, vocabulary] the distributions."""
+        """[segments, places, vocabulary] the distributions; the last line is the padding's."""
         self._shape = (0, 0)
 
     def begin(self, drafting: Drafting) -> None:
@@ -54,15 +54,19 @@ class Rejection:
     def draw(self, logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
         """Draws drafts [S] from logits [S, V'] for these positions of rows, and writes them over those of greedy rows' rule."""
         if not len(self._drawn):
-            self._drawn = torch.zeros(*self._shape, self._vocab, device=logits.device)
+            self._drawn = torch.zeros(self._shape[0] + 1, self._shape[1], self._vocab, device=logits.device)
             self._first[self._begun[0]] = self._begun[1]
-        mine, first, at = self._rows.parameters.table[row.long()], self._first[row.long()], row.long()
+        at, real = row.long(), row >= 0
+        mine, first = self._rows.parameters.table[at], self._first[at]
         scaled = logits.float() * mine.view(torch.float32)[:, Column.INVERSE_TEMPERATURE, None]
         key = noise.keys(noise.keys(mine[:, Column.SEED_KEY] ^ _DRAW, first), position)
         token = (scaled - _exponential(key, scaled.shape[1]).log_()).argmax(1).int()
-        random = (mine[:, Column.FEATURES] & int(Feature.RANDOM)) > 0
-        self._rows.tokens[at, position.long()] = torch.where(random, token, self._rows.tokens[at, position.long()])
-        self._drawn[self._segment[at], (position - first).long(), :scaled.shape[1]] = scaled.softmax(1)
+        random = real & ((mine[:, Column.FEATURES] & int(Feature.RANDOM)) > 0)
+        # Padding writes what is there: no row's first token is a draft.
+        place = torch.where(real, position, 0).long()
+        self._rows.tokens[at, place] = torch.where(random, token, self._rows.tokens[at, place])
+        segment, offset = torch.where(real, self._segment[at], -1), torch.where(real, position - first, 0)
+        self._drawn[segment, offset.long(), :scaled.shape[1]] = scaled.softmax(1)
 
     def judge(self, lines: LogitsRows, drafts: torch.Tensor) -> Judging:
         """Begins to verify the drafts [L] at the positions of a step's logits rows."""
@@ -95,15 +99,11 @@ class Judging:
         drawn = (features & int(Feature.RANDOM) > 0) & (features & int(Feature.LOGPROBS) == 0)
         self._ruled = drawn & (np.repeat(sizes, sizes) > 1)
         """[L] whether the line is verified by rejection."""
+        self.needed = bool(self._ruled.any())
         # Of each line: the joint ratio before it, that of its draft alone, the mass that is left, and the token drawn from it.
         self._joint, self._ratio, self._mass = (torch.ones(count, device=drafts.device) for _ in range(3))
         self._rest = torch.zeros(count, dtype=torch.int32, device=drafts.device)
         self._at = 0
-
-    @property
-    def needed(self) -> bool:
-        """Whether any line is verified by rejection."""
-        return bool(self._ruled.any())
 
     def take(self, part: LogitsRows, target: torch.Tensor) -> None:
         """Takes the target's distributions [P, V] of the next lines."""

@@ -215,12 +215,17 @@ class StepBuilder:
         there = self._staging.device(parts.size)
         start = there[parts.start]
         lag = (start + 1 + there[parts.behind] - self.length[there[parts.row].long()]) * (there[parts.slack] > 0)
-        start -= lag
-        there[parts.context] -= lag
-        there[parts.lines_position] -= lag[there[parts.lines_segment].long()]
+        self.move(bucket, parts, -lag)
+
+    def move(self, bucket: Bucket, parts: Parts, by: torch.Tensor) -> None:
+        """Moves segments that were filled with slack on by so many positions [segments] int32, on the device."""
+        there = self._staging.device(parts.size)
+        there[parts.start] += by
+        there[parts.context] += by
+        there[parts.lines_position] += by[there[parts.lines_segment].long()]
         for work, part in zip(self._works, parts.work, strict=True):
             if part is not None:
-                work.ops.correct(work.geometry, there[part], lag, bucket.segments, bucket.tokens)
+                work.ops.correct(work.geometry, there[part], -by, bucket.segments, bucket.tokens)
 
     def _lay_out(self, bucket: Bucket, prepared: list[Ints | None]) -> Parts:
         parts = self._parts.get(bucket)

@@ -7,6 +7,8 @@ is then moved to the front: tokens, cache entries, and what followers of the ste
 
 Rows whose sampling looks at earlier tokens (penalties, bad words, masks), and those without room for a tree have chains."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,10 +34,10 @@ _PLAIN = ~int(Feature.RANDOM | Feature.FILTER)
 class Trees:
     """The trees of a worker's rows in the step that is being made."""
 
-    def __init__(self, rows: Rows, branches: int, levels: int, nodes: int) -> None:
+    def __init__(self, rows: Rows, ops: SampleOps, branches: int, levels: int, nodes: int) -> None:
         """`branches`: candidates for a draft's successor, and drafts that are followed in each level. `levels`: the most
         drafts of a path. `nodes`: the drafts of a tree."""
-        self._rows = rows
+        self._rows, self._ops = rows, ops
         self.branches, self.levels, self.nodes = branches, levels, nodes
         place = torch.arange(WORD, device=rows.device)
         self._chain = (1 << place) | ((1 << place) - 1), place.int(), place.int() + 1
@@ -52,13 +54,14 @@ class Trees:
         for table, line in zip((self._bits, self._parent, self._depth), self._chain, strict=True):
             table[row] = line
 
-    def split(self, drafting: Drafting, grow: Callable[[Drafting], None]) -> Drafting:
+    def split(self, drafting: Drafting, grow: Callable[[Growth, Drafting], None]) -> Drafting:
         """Has trees grown for the segments that may have some, and returns those that need chains."""
         plan, picked = drafting.plan, drafting.segments
         fits = (drafting.count >= self.branches * (self.levels - 1)) & ~np.isin(picked, plan.masked)
         fits &= self._rows.parameters.features[plan.rows[picked]] & _PLAIN == 0
         if fits.any():
-            grow(drafting.part(fits, self.nodes))
+            grown = drafting.part(fits, self.nodes)
+            grow(Growth(self, grown, self._ops), grown)
         return drafting.part(~fits, self.levels)
 
     def plant(self, drafting: Drafting, bits: torch.Tensor, parent: torch.Tensor, depth: torch.Tensor) -> None:
@@ -132,7 +135,7 @@ class Growth:
     probability of its path, where a seed's noise is part of the logits."""
 
     def __init__(self, trees: Trees, drafting: Drafting, ops: SampleOps) -> None:
-        self._trees, self._drafting, self._ops = trees, drafting, ops
+        self._trees, self._drafting, self._ops, self.levels = trees, drafting, ops, trees.levels
         count, device = len(drafting.segments), drafting.rows.device
         self._pool: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """Of each level [B, candidates]: tokens, scores, the number of the parent among all candidates."""

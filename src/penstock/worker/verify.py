@@ -2,52 +2,40 @@
 
 At each position of a segment with drafts a token is sampled as if all drafts before it were right. Drafts are accepted up to
 the first that differs from the sampled token, which is kept too. Sampling is a function of logits, parameters, seed and
-position, so the kept tokens are exactly those of decoding one by one. `Acceptance` names the exceptions."""
+position, so the kept tokens are exactly those of decoding one by one, unless a `Speculation` has another rule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.config.speculation import Speculation
 from penstock.core.plan import Enter, Ints, StepPlan, Want
 from penstock.ops.sample import Feature
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import Staging, to_host, upload
+from penstock.worker.staging import to_host, upload
 
 _FAR = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Rules that keep other drafts than those that equal the sampled tokens. The fields are those of
-    `config/speculation.py::Speculation`."""
-
-    synthetic: float | None = None
-    relaxed: int = 0
-    delta: float = 0.0
-    tree: tuple[int, int, int] | None = None
-    """(branches, levels, drafts) of trees (`trees.py`); None: drafts are chains."""
-    method: str = ""
-    """token or block: drafts are verified by rejection sampling (`rejection.py`); empty: by the noise that drew them."""
-
-
-STRICT = Acceptance()
+_SERIES = 509
+"""Series of imposed outcomes, picked by row and token: those of one, at some hundred positions, differ from the mean."""
+STRICT = Speculation("")
+"""The rule by which drafts are kept where no drafter says otherwise: they equal the sampled tokens."""
 
 
 class Verifier:
     """Verifies drafts for the rows of one worker."""
 
-    def __init__(self, rows: Rows, rule: Acceptance = STRICT) -> None:
+    def __init__(self, rows: Rows, rule: Speculation = STRICT) -> None:
         self._rows = rows
-        self._rule = rule
-        self._staging = Staging(torch.int32, rows.device)
         self.thinking = Thinking(rows, rule) if rule.relaxed else None
         """The rows whose drafts are accepted by the relaxed rule."""
+        number, position = (torch.arange(count, device=rows.device) for count in (_SERIES, rows.tokens.shape[1]))
+        self._kept = None if rule.synthetic is None else _chance(number[:, None], position) < rule.synthetic
+        """[series, position] whether a draft is kept, where the acceptance is imposed."""
 
     def drafts(self, lines: LogitsRows) -> torch.Tensor:
         """Returns the tokens [L] now at the positions of the logits rows. Call before sampling overwrites them."""
@@ -58,31 +46,27 @@ class Verifier:
         """Compares drafts and sampled tokens [L] of all logits rows of a step, and updates the lengths of their rows.
         `walked`: the numbers of tokens that the segments keep, if `Trees.walk` has found them."""
         first, count = lines.groups()
-        host, size = self._staging.host(2 * len(chosen) + len(first)), len(chosen)
-        host[:size] = np.repeat(np.arange(len(first)), count)
+        segment = np.repeat(np.arange(len(first), dtype=np.int32), count)
+        place = np.arange(len(chosen), dtype=np.int32) - first[segment]
         # The token sampled after a segment's last position has no draft to compare with.
-        host[size:2 * size] = np.arange(size) - np.repeat(first, count)
-        host[size + first + count - 1] += _FAR // 2
-        host[2 * size:2 * size + len(first)] = first
-        self._staging.send(2 * size + len(first))
-        if self._rule.synthetic is not None:
-            drafts = torch.where(_chance(lines) < self._rule.synthetic, chosen, -1)
-        group, offset, begin = self._staging.device(2 * size + len(first)).split([size, size, len(first)])
-        within = offset % (_FAR // 2)
-        differs = (offset >= _FAR // 2) | (drafts != chosen)
+        values = np.concatenate((segment, place, place + 1 < count[segment], first), dtype=np.int32, casting="unsafe")
+        group, offset, drafted, begin = upload(values, chosen.device).split([*[len(chosen)] * 3, len(first)])
+        if self._kept is not None:
+            drafts = torch.where(self._kept[(lines.row + chosen) % _SERIES, lines.position.long()], chosen, -1)
+        right = (drafts == chosen) & (drafted > 0)
         kept = torch.full((len(first),), _FAR, dtype=torch.int32, device=chosen.device)
-        kept.scatter_reduce_(0, group.long(), torch.where(differs, within, _FAR), "amin")
+        kept.scatter_reduce_(0, group.long(), torch.where(right, _FAR, offset), "amin")
         kept = kept + 1 if walked is None else walked
         row, length = lines.row[begin.long()], lines.position[begin.long()] + kept
         self._rows.length[row.long()] = length
         if self.thinking is not None:
-            self.thinking.follow(lines, chosen, (offset % (_FAR // 2)) < kept[group.long()])
+            self.thinking.follow(lines, chosen, offset < kept[group.long()])
         return Verified(plan, lines.segments[first], row, length, begin, kept)
 
 
-def _chance(lines: LogitsRows) -> torch.Tensor:
-    """[L] numbers from 0 to 1 that look random, of each (row, position)."""
-    mixed = (lines.position.long() * 0x9E3779B1 + lines.row.long() * 0x85EBCA77) & 0xFFFFFFFF
+def _chance(number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Numbers from 0 to 1 that look random, of each (number, position)."""
+    mixed = (position * 0x9E3779B1 + number * 0x85EBCA77) & 0xFFFFFFFF
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
     return (mixed ^ (mixed >> 12)) / 2**32
 
@@ -93,7 +77,7 @@ class Thinking:
     Lossy: while a model thinks, a draft is kept if it is among the best tokens and nearly as probable as the best. Rows that
     report log probabilities, and those whose thinking is not ended by one token, are verified strictly."""
 
-    def __init__(self, rows: Rows, rule: Acceptance) -> None:
+    def __init__(self, rows: Rows, rule: Speculation) -> None:
         self._rows = rows
         self._rule = rule
         count = len(rows.tokens)

@@ -35,7 +35,7 @@ from penstock.worker.runner import Runner
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler
 from penstock.worker.scoring import Scores, prompts
 from penstock.worker.sizes import fitted, fitted_sizes
-from penstock.worker.staging import Arriving
+from penstock.worker.staging import Arriving, to_host
 from penstock.worker.step import picks_of
 from penstock.worker.trees import Trees, heads_of
 from penstock.worker.verify import STRICT, Verified, Verifier
@@ -103,6 +103,8 @@ class Launched:
         self._result: StepResult | None = None
         self.told: Arriving | None = None
         """The drafts that were written, if `StepPlan.tells_drafts`."""
+        self.chances: torch.Tensor | None = None
+        """`StepResult.chances`, on the host once the device has run the step."""
 
     @property
     def waits(self) -> bool:
@@ -132,6 +134,7 @@ class Launched:
             self._result = self._gather(self._plan, self._chosen)
             self._result.seconds, self._result.kernel_seconds = self._interval.seconds, self._interval.kernel_seconds
             self._result.draft_seconds = self._interval.draft_seconds
+            self._result.chances = None if self.chances is None else self.chances.numpy()
             if self._movers is not None:
                 # A step without segments waits for loads that the engine needs.
                 self._result.load_results, self._result.write_results = self._movers.arrived(wait=self._plan.idle)
@@ -217,10 +220,10 @@ class Worker:
         self.runner = Runner(model, self.rows, layout.page)
         self.runner.adapters = self.adapters = Adapters(max_num_seqs, self._slabs, model.kernels.lora, device)
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
-        rule = STRICT if self._loaded_drafter is None else self._loaded_drafter.acceptance
+        rule = STRICT if self._loaded_drafter is None else self._loaded_drafter.asked
         self.verifier = Verifier(self.rows, rule)
-        self.trees = Trees(self.rows, *rule.tree) if rule.tree is not None else None
-        self.rejection = Rejection(self.rows, rule.method, model.spec.vocab_size) if rule.method else None
+        self.trees = Trees(self.rows, model.kernels.sample, *rule.tree) if rule.tree is not None else None
+        self.rejection = Rejection(self.rows, rule.rejection, model.spec.vocab_size) if rule.rejection else None
         self.clock = Clock(device)
         self.graphs: Graphs | None = None
         self.stream = compute_stream(device) if device.type == "cuda" else None
@@ -311,7 +314,7 @@ class Worker:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
-        interval, told = self.clock.start(), None
+        interval, told, chances = self.clock.start(), None, None
         if self.returning is not None and self.model.spec.begins:
             self.returning.take(plan)
         if self.balancing is not None and not plan.idle:
@@ -334,7 +337,10 @@ class Worker:
                 self.trees.begin(plan)
             if self.rejection is not None:
                 self.rejection.begin(drafting)
-            self.drafter.propose(drafting)
+            if self._follows and not plan.rests:
+                self.rows.before.copy_(self.rows.length)
+            said = self.drafter.propose(drafting)
+            chances = None if said is None else to_host(said)
             if plan.tells_drafts:
                 told = Arriving(drafting.written())
         whole = (plan.rests or not self._follows) and not idle and self.verifier.thinking is None
@@ -360,12 +366,11 @@ class Worker:
         logits = self._head(plan, ends[:MAX_LOGITS_ROWS], lines.segments[:first])[:first] if count else None
         forward = Forward(hidden, ends, lines, logits, wants)
         interval.mark(2)
-        if len(plan.masked):
-            choose = partial(self._choose_masked, plan, forward, interval)
-            launched = Launched(plan, interval, self.movers, choose, picks=self._picks)
-            launched.told = told
-            return launched
-        return Launched(plan, interval, self.movers, None, self._choose(plan, forward, interval, None), self._picks)
+        choose = partial(self._choose_masked, plan, forward, interval) if len(plan.masked) else None
+        chosen = self._choose(plan, forward, interval, None) if choose is None else None
+        launched = Launched(plan, interval, self.movers, choose, chosen, self._picks)
+        launched.told, launched.chances = told, chances
+        return launched
 
     def follow(self) -> None:
         """Takes part in a step of other engines, of which this one has no token."""

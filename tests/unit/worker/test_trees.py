@@ -23,13 +23,12 @@ def _planted(count: int) -> tuple[Trees, Rows]:
     rows.apply(StepPlan(0, enter=[enter], edits=[np.zeros((0, 3), np.int32)]))
     plan = StepPlan(1, rows=np.array([0], np.int32), starts=np.array([2], np.int32), counts=np.array([1 + count], np.int32),
                     wants=np.array([int(Want.SAMPLE | Want.EACH)], np.int32))
-    trees, drafting = Trees(rows, 2, 3, 8), Drafting(plan, rows)
+    trees, drafting = Trees(rows, SampleOps(), 2, 3, 8), Drafting(plan, rows)
     trees.begin(plan)
-    parts = list[Drafting]()
-    chain = trees.split(drafting, parts.append)
-    whole, = parts
+    parts = list[tuple[Growth, Drafting]]()
+    chain = trees.split(drafting, lambda *found: parts.append(found))
+    (growth, whole), = parts
     assert len(whole.segments) == 1 and not len(chain.segments)
-    growth = Growth(trees, whole, SampleOps())
     states = torch.zeros(1, 1)
     for level in (1, 2, 3):
         growth.grow(states, lambda x, level=level: torch.tensor([LOGITS[level]]).expand(len(x), -1))  # type: ignore[misc]

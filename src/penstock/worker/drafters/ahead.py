@@ -9,7 +9,7 @@ that it follows has a base row here, and branch rows, one for each outcome, whic
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from penstock.config.speculation import Speculation
@@ -31,7 +30,7 @@ from penstock.platform.facts import available_memory
 from penstock.worker.arena import Arena
 from penstock.worker.drafters.model import DraftModel, LoadedDraftModel
 from penstock.worker.drafters.translation import Translation
-from penstock.worker.drafting import Drafter, Drafting, Host, parts, within
+from penstock.worker.drafting import Drafter, Drafting, Host, within
 from penstock.worker.graphs import Graphs
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import MAX_LOGITS_ROWS, Sampler
@@ -63,7 +62,8 @@ class LoadedAhead(LoadedDraftModel):
         del self.own
 
 
-_Followers = tuple[npt.NDArray[np.int64], Ints, torch.Tensor, torch.Tensor, torch.Tensor]
+def _plan(rows: Ints, starts: Ints) -> StepPlan:
+    return StepPlan(0, rows=rows, starts=starts.astype(np.int32))
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Ahead(DraftModel):
         rows = Rows(count * (1 + self._outcomes), longest, host.page, 1, device)
         rows.device_tables[0][:count] = self._pages[:, :self._columns]
         self._stream = torch.cuda.Stream(device) if cuda else None
-        sampler = Sampler(model.kernels.sample, rows)
+        sampler = Sampler(model.kernels.sample, rows, model.kernels.chosen["sample"].capturable)
 
         def capture(one: Decoder) -> Graphs | None:
             if self._stream is None or one.kernels.uncapturable():
@@ -169,6 +169,9 @@ class Ahead(DraftModel):
         if self._bases:
             self._followed[enter.row] = one = _Followed(self._bases.pop(), len(enter.tokens))
             self._host.rows.apply(StepPlan(0, enter=[enter._replace(row=one.base)]))
+            # Branches draw by the row's own parameters.
+            table, first = self._host.rows.parameters.table, self._count + one.base * self._outcomes
+            table[first:first + self._outcomes] = table[one.base]
             self._read(one)
 
     def _forget(self, rows: list[int]) -> None:
@@ -183,7 +186,8 @@ class Ahead(DraftModel):
         """Reads the tokens of a row that has entered, a pass at a time: other rows' drafts do not wait for long prompts."""
         count = min(one.length - 1 - one.read, self._budget)
         if count > 0:
-            list(self._passes(*np.array([[one.base], [one.read], [count], [0]], np.int32)))
+            base, read, some, none = np.array([[one.base], [one.read], [count], [0]], np.int32)
+            list(self._over(_plan(base, read), none, none, some, Want.NOTHING))
             one.read += count
             self._submit(self._read, one)
 
@@ -251,15 +255,24 @@ class Ahead(DraftModel):
         """(drafts kept, token behind them) [rows, outcomes] of the likely outcomes, after a pass over the positions from
         `first` on up to the last draft's."""
         found: list[list[tuple[float, int, int]]] = [[] for _ in base]
-        before = [0.0] * len(base)
-        for of, place, value, row, position in self._passes(base, first, length + drafted - first, drafted + 1):
-            chance, draft = value.log_softmax(-1), self._host.rows.tokens[row.long(), position.long()].long()
-            best, own = chance.topk(self._outcomes + 1), chance.gather(1, draft[:, None])[:, 0]
-            for one, kept, scores, tokens, other, share in zip(of.tolist(), place.tolist(), *(
-                    part.tolist() for part in (best.values, best.indices, draft, own)), strict=True):
-                found[one] += [(before[one] + score, kept, token) for score, token in zip(scores, tokens, strict=True)
-                               if token != other or kept == drafted[one]]
-                before[one] += share
+        before, every, counts = [0.0] * len(base), np.arange(len(base)), length + drafted - first
+        for part, ends, lines in self._over(_plan(base, first), every, 0 * first, counts, Want.SAMPLE | Want.EACH):
+            wanted, of = drafted[part] + 1, counts[part]
+            line = np.flatnonzero(within(of) >= np.repeat(of - wanted, of)).astype(np.int32)
+            at, place = np.repeat(every[part], wanted), within(wanted)
+            for begin in range(0, len(line), MAX_LOGITS_ROWS):
+                some = slice(begin, begin + MAX_LOGITS_ROWS)
+                own = upload(line[some], ends.device).long()
+                row, position = lines.row[own], lines.position[own]
+                value = self._host.model.kernels.sample.perturbed(self._chooser.logits(ends[own]),
+                                                                  self._host.rows.parameters.table, row, position)
+                chance, draft = value.log_softmax(-1), self._host.rows.tokens[row.long(), position.long()].long()
+                best, share_of = chance.topk(self._outcomes + 1), chance.gather(1, draft[:, None])[:, 0]
+                for one, kept, scores, tokens, other, share in zip(at[some].tolist(), place[some].tolist(), *(
+                        each.tolist() for each in (best.values, best.indices, draft, share_of)), strict=True):
+                    found[one] += [(before[one] + score, kept, token) for score, token in zip(scores, tokens, strict=True)
+                                   if token != other or kept == drafted[one]]
+                    before[one] += share
         best_of = np.array([sorted(some, reverse=True)[:self._outcomes] for some in found])[:, :, 1:].astype(np.int32)
         return best_of[:, :, 0], best_of[:, :, 1]
 
@@ -278,35 +291,14 @@ class Ahead(DraftModel):
     def _chains(self, rows: Ints, starts: Ints, behind: Ints, counts: Ints) -> list[list[int]]:
         """Drafts so many tokens behind the positions `starts` of rows, after reading what is missing before."""
         table, most = self._host.rows.tokens, int(counts.max())
-        for place in range(most):
-            still = np.flatnonzero(counts > place)
-            back = behind[still] if place == 0 else np.zeros_like(behind[still])
-            begin, ones = starts[still] + place - back, np.ones_like(back)
-            for _, _, value, row, position in self._passes(rows[still], begin, 1 + back, ones):
-                table[row.long(), position.long()] = value.argmax(-1).int()
-        row, first = upload(np.stack((rows, starts + 1)), table.device).long()
+        plan, every = _plan(rows, starts), np.arange(len(rows))
+        for _, ends, lines in self._over(plan, every, behind, behind + 1, Want.SAMPLE):
+            self._chooser.write(ends, lines.row, lines.position)
+        row, first = upload(np.stack((rows, starts + 1)), table.device)
+        self._chain.run(plan, every, counts - 1, row, first, 1)
+        row, first = row.long(), first.long()
         found = table[row[:, None], (first[:, None] + torch.arange(most, device=table.device)).clamp(max=table.shape[1] - 1)]
         return [line[:count] for line, count in zip(found.tolist(), counts.tolist(), strict=True)]
-
-    def _passes(self, rows: Ints, starts: Ints, counts: Ints, wanted: Ints) -> Iterator[_Followers]:
-        """Runs the model on segments, and finds what follows the last `wanted` positions of each: yields some of these
-        positions at a time, as (segments, number among its wanted ones, values [L, V] whose largest is drafted, rows and
-        positions of what follows)."""
-        want, device = Want.SAMPLE | Want.EACH if wanted.any() else Want.NOTHING, self._host.rows.device
-        for part in parts(counts, self._budget):
-            own, ends_of = rows[part], counts[part]
-            _, ends, lines = self._runner.forward(StepPlan(0, rows=own, starts=starts[part].astype(np.int32), counts=(
-                ends_of.astype(np.int32)), wants=np.full(len(own), int(want), np.int32)))
-            line = np.flatnonzero(within(ends_of) >= np.repeat(ends_of - wanted[part], ends_of))
-            base = np.where(own < self._count, own, (own - self._count) // self._outcomes)
-            of, place = np.repeat(np.arange(len(own)), wanted[part]), within(wanted[part])
-            for begin in range(0, len(line), MAX_LOGITS_ROWS):
-                some = slice(begin, begin + MAX_LOGITS_ROWS)
-                at, param = upload(np.stack((line[some], base[of[some]])).astype(np.int32), device)
-                row, position = lines.row[at.long()], lines.position[at.long()]
-                value = self._host.model.kernels.sample.perturbed(
-                    self._chooser.logits(ends[at.long()]), self._host.rows.parameters.table, param, position)
-                yield part.start + of[some], place[some], value, row, position
 
     def _put(self, values: Sequence[tuple[int, int, int]]) -> None:
         """Writes tokens: (row, position, token)."""

@@ -5,20 +5,18 @@ position with the target's hidden state there and the token that follows. Its re
 the next step, which begins with the drafts. Its cache entries are further states of the target's pages, as a draft model's are.
 """
 
-from functools import partial
-
-import numpy as np
 import torch
 
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.draft_head import Join
+from penstock.layers.step import Step
 from penstock.models.draft_heads import DraftHead
+from penstock.worker.drafters.model import Chain
 from penstock.worker.drafting import Chooser, Drafter, Drafting, Host, LoadedDrafter, hide, last_of, part_of, parts
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import upload
-from penstock.worker.trees import Growth, Trees
+from penstock.worker.trees import Growth
 from penstock.worker.verify import Verified
 
 
@@ -61,40 +59,32 @@ class Head(Drafter):
         self._normed, self._masks = loaded.normed, loaded.masks
         self._last = torch.zeros(len(host.rows.tokens), model.spec.width, dtype=model.dtype, device=model.device)
         """[row] the head's result where it predicts the token behind the row's last known one."""
+        self._states = self._last.new_zeros(self._runner.builder.size(len(self._last)), model.spec.width)
+        """[segment] its newest results, from which the next drafts follow."""
+        self._chain = Chain(self._runner, self._further, host)
 
     def propose(self, drafting: Drafting) -> None:
-        rows, plan, picked, count = self._host.rows, drafting.plan, drafting.segments, drafting.count
-        if plan.rests:
-            return
-        rows.before.copy_(rows.length)
+        drafting = self._host.chains(drafting, self._grow)
+        plan, picked, count = drafting.plan, drafting.segments, drafting.count
         if not len(picked):
             return
-        if self._host.trees is not None:
-            drafting = self._host.trees.split(drafting, partial(self._grow, self._host.trees))
-            picked, count = drafting.segments, drafting.count
-            if not len(picked):
-                return
         states = self._last[drafting.row.long()]
         if self._masks is not None:
             self._at_once(drafting, *self._masks)
         self._chooser.write(states, drafting.row, drafting.length)
-        if self._masks is not None:
-            return
-        for place in range(1, int(count.max())):
-            still = count > place
-            if not still.all():
-                states = states[upload(np.flatnonzero(still).astype(np.int32), states.device).long()]
-                picked, count = picked[still], count[still]
-            # The head reads the draft before, with its own results that predicted it.
-            self._enter(states)
-            one = np.ones(len(picked), np.int32)
-            part = part_of(plan, picked, plan.starts[picked] + (place - 1), one, Want.SAMPLE)
-            _, ends, lines = self._runner.forward(part, behind=(1 - place) * one)
-            self._chooser.write(ends, lines.row, lines.position)
-            states = ends[:len(picked)].clone()
+        if self._masks is None:
+            self._states[:len(states)] = states
+            self._chain.run(plan, picked, count - 1, drafting.row, drafting.length)
 
-    def _grow(self, trees: Trees, drafting: Drafting) -> None:
-        growth = Growth(trees, drafting, self._host.model.kernels.sample)
+    def _further(self, step: Step, row: torch.Tensor, position: torch.Tensor) -> None:
+        """Reads one draft of each row, with the head's result that predicted it, and writes the next one."""
+        states = self._states[:len(row)]
+        self._enter(states)
+        ends = self._runner.model.forward(step)
+        self._chooser.write(ends, row, position)
+        states.copy_(ends)
+
+    def _grow(self, growth: Growth, drafting: Drafting) -> None:
         growth.follow(self._runner, 0, self._last[drafting.row.long()], self._chooser.logits, self._enter)
 
     def _at_once(self, drafting: Drafting, mask: int, state: torch.Tensor) -> None:

@@ -34,7 +34,6 @@ from penstock.worker.drafters.ngram import NGram
 from penstock.worker.drafters.suffix import Suffix
 from penstock.worker.drafters.translation import Translation, translation
 from penstock.worker.drafting import Drafter, Host, LoadedDrafter
-from penstock.worker.verify import Acceptance
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,8 @@ def _check_tree(found: Found, target: ModelSpec) -> None:
                           f"({', '.join(TREES)}, without parallel_drafting); speculate is {method}. Leave it out")
     for spec in (target, found.spec):
         for mixer in () if spec is None else (mixer for block in spec.blocks for mixer in block.mixers):
-            if not mixer.states("float32"):
-                continue
-            if not isinstance(mixer, AttentionSpec) or mixer.window or mixer.slopes or mixer.stripes > 1 or not mixer.causal:
+            fit = isinstance(mixer, AttentionSpec) and mixer.causal and mixer.stripes < 2 and not (mixer.window or mixer.slopes)
+            if mixer.states("float32") and not fit:
                 raise ConfigError("speculative_eagle_topk is not possible with a model that has windows, ALiBi, latents or "
                                   "states of another kind: trees need keys and values of full attention; leave it out")
 
@@ -144,8 +142,7 @@ def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
     """Loads the drafter. `room`: the most tokens of a padded step. `how`: the arguments of `models/registry.py::load`, among
     them `place` and `group`. ModelError if its files are wrong."""
     drafter = _load(found, target, room, **how)
-    drafter.acceptance = Acceptance(found.asked.synthetic, found.asked.relaxed, found.asked.delta,
-                                    found.asked.tree, found.asked.rejection)
+    drafter.asked = found.asked
     return drafter
 
 

@@ -40,17 +40,14 @@ class Lookahead(NGram):
             self._pool[entered], self._turn[entered] = -1, 0
         rows = drafting.plan.rows[drafting.segments]
         if len(rows):
-            self._gather(drafting, rows)
+            # The tokens behind the last known ones go into the pools, together with these.
+            place = self._turn[rows] % _STEPS * (self._width + 1)
+            self._turn[rows] += 1
+            tokens, row = drafting.rows.tokens, drafting.row.long()[:, None]
+            step = torch.arange(self._width, device=tokens.device)
+            at = (drafting.length.long()[:, None] - 1 + step).clamp(max=tokens.shape[1] - 1)
+            self._pool[row, upload(place, tokens.device).long()[:, None] + step] = tokens[row, at]
         super().propose(drafting)
-
-    def _gather(self, drafting: Drafting, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        """Puts what lies behind the last known tokens into the pools, together with them."""
-        place = self._turn[rows] % _STEPS * (self._width + 1)
-        self._turn[rows] += 1
-        tokens, row = drafting.rows.tokens, drafting.row.long()[:, None]
-        step = torch.arange(self._width, device=tokens.device)
-        at = (drafting.length.long()[:, None] - 1 + step).clamp(max=tokens.shape[1] - 1)
-        self._pool[row, upload(place, tokens.device).long()[:, None] + step] = tokens[row, at]
 
     def beside(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self._pool[row.long()]

@@ -20,7 +20,7 @@ from penstock.models.mapped import Checkpoint
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import upload
-from penstock.worker.trees import Growth, Trees
+from penstock.worker.trees import Growth
 from penstock.worker.verify import Verified
 
 _NAMES = (re.compile(r"(?:medusa_head\.)?(?P<head>[0-9]+)\.(?P<layer>[0-9]+)\.(?:linear\.)?(?P<part>weight|bias)"),
@@ -79,21 +79,17 @@ class Medusa(Drafter):
         """[row] the hidden state from which the row's last known token was chosen."""
 
     def propose(self, drafting: Drafting) -> None:
+        drafting = self._host.chains(drafting, self._grow)
         if not len(drafting.segments):
             return
-        if self._host.trees is not None:
-            drafting = self._host.trees.split(drafting, partial(self._grow, self._host.trees))
-            if not len(drafting.segments):
-                return
         row, length = drafting.row, drafting.length
         states = self._last[row.long()]
         for place in range(min(len(self._heads), int(drafting.count.max()))):
             still = upload(np.flatnonzero(drafting.count > place).astype(np.int32), states.device).long()
             self._host.choose(self._logits(place, states[still]), row[still], length[still] + place)
 
-    def _grow(self, trees: Trees, drafting: Drafting) -> None:
-        growth = Growth(trees, drafting, self._host.model.kernels.sample)
-        for place in range(trees.levels):
+    def _grow(self, growth: Growth, drafting: Drafting) -> None:
+        for place in range(growth.levels):
             growth.grow(self._last[drafting.row.long()], partial(self._logits, place))
         growth.plant()
 

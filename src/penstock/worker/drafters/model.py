@@ -6,7 +6,7 @@ so that at a temperature above 0 both models draw the same token wherever their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,15 +17,19 @@ from penstock.core.plan import Ints, StepPlan, Want
 from penstock.core.state import Everything, StateSpec, Window
 from penstock.layers.decoder import Decoder
 from penstock.layers.embedding import Embedding
+from penstock.layers.step import Step
 from penstock.worker.drafters.translation import Translation
 from penstock.worker.drafting import Chooser, Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
 from penstock.worker.runner import Runner
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import upload
-from penstock.worker.trees import Growth, Trees
+from penstock.worker.step import Bucket, Parts, StepBuilder, picks_of
+from penstock.worker.trees import Growth
 
 _BEHIND = 16
 """Single tokens that the draft model may lag behind a row that is not drafted for: it then reads all of them at once."""
+_CAPTURED = 64
+"""Rows up to which passes are captured. Where more are drafted for, the device is busy for longer than launches take."""
 
 
 def lag(states: Sequence[StateSpec]) -> int:
@@ -57,6 +61,63 @@ class LoadedDraftModel(LoadedDrafter):
         return DraftModel(model, host, self._tokens) if self._mask is None else ParallelModel(model, host, self._mask)
 
 
+class Chain:
+    """Passes of a model that draft one token a row each: the host prepares them once, and the device moves on from one to the
+    next. On a GPU a pass is one CUDA graph: forward pass, choice of the tokens, and moving on."""
+
+    def __init__(self, runner: Runner, read: Callable[[Step, torch.Tensor, torch.Tensor], None], host: Host) -> None:
+        """`read`(step, row [S], position [S]): runs the model on segments of one token, and writes the tokens that it chooses
+        to these places of rows; a row of -1 has all its drafts."""
+        self._runner, self._read = runner, read
+        captured = host.sampler.capturable and host.draw is None and runner.model.group is None
+        builder, graphs = runner.builder, [runner.graphs] * 2 if captured and runner.graphs is not None else []
+        self._left = torch.zeros(builder.size(len(builder.length)), dtype=torch.int32, device=builder.device)
+        """[segment] passes to come."""
+        self._moves = not any(work.ops.invariant or work.geometry.stripe.of > 1 for work in runner.model.works)
+        """Whether work lists can be corrected on the device (`AttentionOps.correct`)."""
+        # A graph cannot be launched again before it has ended: two take turns.
+        self._graphs = [one.passes(partial(self._pass, one.builder), _CAPTURED) for one in graphs]
+
+    def run(self, plan: StepPlan, picked: npt.NDArray[np.int64], passes: Ints, row: torch.Tensor, length: torch.Tensor,
+            first: int = 0) -> None:
+        """Drafts so many tokens [D] for segments of a plan that begin at their rows' last known token, one a pass.
+
+        row, length: [D] int32, on the device, the rows and the numbers of their known tokens. `first`: the first pass reads the
+        token so far behind the last known one."""
+        most, more, ones = int(passes.max(initial=0)), np.maximum(passes - 1, 0).astype(np.int32), np.ones_like(passes)
+        self._left.zero_()
+        self._left[:len(passes)] = upload(passes.astype(np.int32), self._left.device)
+        if self._moves:
+            self._runner.builder.length[row.long()] = length
+        for place in range(most):
+            if place == 0 or not self._moves:
+                # Where segments move on, the last pass is prepared, and the first begins so many positions before it.
+                at = more if self._moves else np.minimum(more, place)
+                part = part_of(plan, picked, plan.starts[picked] + first + at, ones, Want.SAMPLE)
+                if self._moves:
+                    part.slack = more if part.slack is None else part.slack + more
+                again = self._prepare(part, -first * ones if self._moves else -first - at)
+            again[place % len(again)]()
+
+    def _prepare(self, plan: StepPlan, behind: Ints) -> list[Callable[[], None]]:
+        """A pass, perhaps in two copies."""
+        graphs, builder, picks = self._runner.graphs, self._runner.builder, picks_of(plan)
+        bucket = None if graphs is None else graphs.buckets.of(plan, len(plan.rows))
+        if graphs is not None and bucket is not None and self._graphs and bucket in self._graphs[0]:
+            graphs.builder.fill(plan, bucket, picks, behind=behind)
+            return [copy[bucket].replay for copy in self._graphs]
+        bucket = builder.bucket(plan, len(plan.rows))
+        return [partial(self._pass, builder, bucket, builder.fill(plan, bucket, picks, behind=behind))]
+
+    def _pass(self, builder: StepBuilder, bucket: Bucket, parts: Parts) -> None:
+        left = self._left[:bucket.segments]
+        _, row, position = builder.choice(parts, bucket.segments)
+        self._read(builder.step(bucket, parts), torch.where(left > 0, row, -1), position)
+        left -= 1
+        if self._moves:
+            builder.move(bucket, parts, (left > 0).int())
+
+
 class DraftModel(Drafter):
     """A draft model on the rows of one worker."""
 
@@ -66,6 +127,7 @@ class DraftModel(Drafter):
         self._chooser = Chooser(host, model, self._runner.builder.size, tokens)
         self._runner.graphs = host.capture(model)
         self._host = host
+        self._chain = Chain(self._runner, self._further, host)
         self._budget = host.budget
         self._lag = lag(model.states)
         # The model makes up for so many positions behind a rest. Pages that a window has left may have been given back.
@@ -80,21 +142,18 @@ class DraftModel(Drafter):
             self._behind[plan.rows] = np.minimum(self._behind[plan.rows] + plan.counts, self._backlog)
             return
         self._follow(plan, np.setdiff1d(np.arange(len(plan.rows)), picked))
-        if not len(picked):
-            return
-        if self._host.trees is not None:
-            drafting = self._host.trees.split(drafting, partial(self._grow, self._host.trees))
+        drafting = self._host.chains(drafting, self._grow)
         if len(drafting.segments):
             self._first(drafting, self._missing(plan, drafting.segments))
 
-    def _grow(self, trees: Trees, drafting: Drafting) -> None:
+    def _grow(self, growth: Growth, drafting: Drafting) -> None:
         """Drafts trees for the segments. The entries of their drafts are not where those of kept tokens belong."""
         plan, picked = drafting.plan, drafting.segments
         behind = self._missing(plan, picked)
         states = torch.cat([ends[:len(lines.rows)].clone()
                             for _, ends, lines in self._over(plan, picked, behind, behind + 1, Want.SAMPLE)])
-        Growth(trees, drafting, self._host.model.kernels.sample).follow(self._runner, 1, states, self._chooser.logits)
-        self._behind[plan.rows[picked]] = trees.levels
+        growth.follow(self._runner, 1, states, self._chooser.logits)
+        self._behind[plan.rows[picked]] = growth.levels
 
     def _missing(self, plan: StepPlan, picked: npt.NDArray[np.int64]) -> Ints:
         """The positions that the model is behind in these segments, at most to the beginnings of their rows."""
@@ -106,13 +165,13 @@ class DraftModel(Drafter):
         plan, picked, count = drafting.plan, drafting.segments, drafting.count
         for _, ends, lines in self._over(plan, picked, behind, behind + 1, Want.SAMPLE):
             self._chooser.write(ends, lines.row, lines.position)
-        for place in range(1, int(count.max())):
-            still = picked[count > place]
-            one = np.ones(len(still), np.int32)
-            for _, ends, lines in self._over(plan, still, -place * one, one, Want.SAMPLE):
-                self._chooser.write(ends, lines.row, lines.position)
+        self._chain.run(plan, picked, count - 1, drafting.row, drafting.length, 1)
         # If all drafts are kept, the last of them was never an input of the draft model.
         self._behind[plan.rows[picked]] = 1
+
+    def _further(self, step: Step, row: torch.Tensor, position: torch.Tensor) -> None:
+        """Reads one draft of each row, and writes the next one."""
+        self._chooser.write(self._runner.model.forward(step), row, position)
 
     def _follow(self, plan: StepPlan, others: npt.NDArray[np.int64]) -> None:
         """Reads the segments that are not drafted for: prompts at once, single tokens several at a time."""
