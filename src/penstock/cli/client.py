@@ -70,7 +70,7 @@ class Reply:
     # Called by commands.
 
     async def started(self) -> None:
-        """Waits for the status; raises ConnectionFailedError if none came. Who stops waiting has given the answer up."""
+        """Waits for the status; raises ConnectionFailedError if none came. A reader that leaves has given the answer up."""
         try:
             while not self.status:
                 if self._error:

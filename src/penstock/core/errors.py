@@ -41,5 +41,5 @@ class RankLostError(EngineDeadError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, as part of a sentence of ours."""
+    """The words of a library's error, as part of a sentence of ours."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""How late something comes, fitted as TCP fits round trips (RFC 6298): by a mean and a mean deviation."""
+"""The lateness of something, fitted as TCP fits round trips (RFC 6298): by a mean and a mean deviation."""
 
 
 class Lateness:
