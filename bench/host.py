@@ -161,7 +161,7 @@ class NoEngine(Engine):
         self.view = View(self.scheduler)
         self.adapters = Adapters(self.rank, self.scheduler, False, 0, list, self._take_in)
         self.beams = BeamSearches(self._add, self._abort)
-        self.constraints = Constraints(self.scheduler, 151_936, None)
+        self.constraints = Constraints(self.scheduler, 151_936, None, worker.sampler.mask_room)
         self.events, self._naming = None, SimpleNamespace(pending=False)
         self._in_flight = deque()
         self.info = EngineInfo(

@@ -86,11 +86,15 @@ def test_choice_by_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         bind(facts, torch.float32)
 
 
+def _loaded() -> CpuOperations:
+    found = CpuOperations(HERE)
+    assert found.supports(detect("cpu"), torch.float32) is None
+    return found
+
+
 @pytest.fixture
 def operations() -> CpuOperations:
-    found = CpuOperations(HERE)
-    found.load()
-    return found
+    return _loaded()
 
 
 @pytest.mark.serial
@@ -157,8 +161,7 @@ def test_any_number_of_threads(operations: CpuOperations, count: int) -> None:
 
 
 def _child(queue: multiprocessing.Queue) -> None:
-    found = CpuOperations(HERE)
-    found.load()
+    found = _loaded()
     packed = found.linear.pack(random(300, 512))
     queue.put(found.linear.apply(random(40, 512), packed).double().sum().item())
 
