@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     residency: Residency
     picks: torch.Tensor
     left: torch.Tensor
-    """Those that the GPU computes; the others are the CPU's."""
+    """The GPU computes these, the CPU the others."""
 
 
 class Counted(NamedTuple):
@@ -120,7 +120,7 @@ class Held:
         worker.runner.graphs = worker.graphs = None
         gc.collect()
         worker.runner.graphs = worker.graphs = worker._capture(tokens, worker.model, worker.adapters)
-        # What warming up picked.
+        # The picks of warming up do not count.
         worker.model.forget_picks()
         worker._seen = None
 
@@ -139,7 +139,7 @@ class Held:
         return count / (time.perf_counter() - begin)
 
     def steps(self, batch: int) -> Iterator[Counted]:
-        """What each layer does in the last steps of short runs, between which no expert gets a slot."""
+        """Counts the work of each layer in the last steps of short runs, between which no expert gets a slot."""
         seen = [each for (_, tokens), each in self.seen.items() if tokens == batch]
         self.worker._picks_due = math.inf
         for _ in range(BATCHES[batch]):

@@ -47,7 +47,7 @@ loads = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]
 MEANS = ("time_to_first_token", "request_queue_time", "request_prefill_time")
 """Histograms of the server, without vLLM's prefix and `_seconds`."""
 cores: list[list[str]] = [[], []]
-"""What the commands of the server and of the clients begin with."""
+"""The commands of the server and of the clients begin with these."""
 threads: list[str] = []
 """The server's option."""
 

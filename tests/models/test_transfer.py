@@ -49,7 +49,7 @@ def test_the_same_on_either_way(case: object, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["auto-awq", "auto-gptq", "bnb-nf4-nested", "ct-nvfp4"])
 def test_tensors_that_are_converted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other layouts are sent before their conversion asks for them, each once, and are the same."""
+    """Tensors of other layouts are sent before their conversion asks for them, each once, and are the same."""
     folder, sent = ASSETS / name, list[str]()
     config = read_config(folder)
 

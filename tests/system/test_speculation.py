@@ -517,7 +517,7 @@ class Clock:
     ahead: int = 2
     """Steps that are planned before the first has ended."""
     asked: list[int] = field(default_factory=list)
-    """What the policy said of each step of the last run."""
+    """The number of drafts that the policy allowed in each step of the last run."""
 
     def run(self, rows: int, gains: list[float], steps: int, acceptance: float = 0.8) -> float:
         """The expected tokens a second, of those without drafts. A step behind a rest reads for a tenth of a step; step times

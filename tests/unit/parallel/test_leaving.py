@@ -1,4 +1,4 @@
-"""What a rank does when others are lost, with stand-ins for the GPU: on cards it was measured (decision 0271)."""
+"""A rank leaves its step when others are lost, with stand-ins for the GPU: on cards it was measured (decision 0271)."""
 
 from __future__ import annotations
 

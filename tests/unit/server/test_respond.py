@@ -118,6 +118,18 @@ async def read(stream: Stream) -> None:
         await asyncio.sleep(0.001)
 
 
+def begun(stream: Stream, direct: FakeDirect) -> asyncio.Task[None]:
+    """Begins an answer of the stream's pieces. Those that go the long way are written into the same list as `direct`'s."""
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            direct.sent.append(("send", message["body"]))
+
+    watch = asyncio.create_task(asyncio.sleep(10))
+    scope = {"type": "http", "extensions": {connections.DIRECT: direct}}
+    return asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
+
+
 def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
     """The first piece goes the long way, as do large ones and those of a client that does not keep up."""
     sent: list[tuple[str, bytes]] = []
@@ -125,14 +137,7 @@ def test_deltas_are_written_as_they_arrive_and_in_order() -> None:
 
     async def run() -> None:
         stream = stream_of("a")
-
-        async def send(message: dict[str, Any]) -> None:
-            if message.get("body"):
-                sent.append(("send", message["body"]))
-
-        watch = asyncio.create_task(asyncio.sleep(10))
-        scope = {"type": "http", "extensions": {connections.DIRECT: direct}}
-        answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
+        answering = begun(stream, direct)
         large = "x" * (8 * INLINE + 8)
         for text, possible, at_once in (("one", True, False), ("two", True, True), ("three", False, False),
                                         ("four", True, True), (large, True, False), ("six", True, True)):
@@ -163,14 +168,7 @@ def test_what_is_held_is_sent_before_the_end() -> None:
 
     async def run() -> None:
         stream = stream_of("a")
-
-        async def send(message: dict[str, Any]) -> None:
-            if message.get("body"):
-                sent.append(("send", message["body"]))
-
-        watch = asyncio.create_task(asyncio.sleep(10))
-        scope = {"type": "http", "extensions": {connections.DIRECT: Holding(sent)}}
-        answering = asyncio.create_task(respond.EventStream(stream, FakeAnswer(), watch)(scope, None, send))  # type: ignore[arg-type]
+        answering = begun(stream, Holding(sent))
         for text in ("one", "two"):
             await read(stream)
             if text == "two":

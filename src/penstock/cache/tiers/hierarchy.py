@@ -135,9 +135,9 @@ class Hierarchy:
         pieces = self._locate(pages)
         if not pieces:
             return None
-        nbytes, tiers = Counter[str](), Counter(map(self._tier, pieces))
-        for piece in pieces:
-            nbytes[self._tier(piece)] += self._sizes[piece.name.group]
+        nbytes, places = Counter[str](), list(map(self._tier, pieces))
+        for tier, piece in zip(places, pieces, strict=True):
+            nbytes[tier] += self._sizes[piece.name.group]
         patience = self.patience(positions)
         if not self.policy.always and not self.costs.worth_loading(nbytes, positions, time.monotonic(), patience):
             return None
@@ -147,7 +147,7 @@ class Hierarchy:
         for tier, size in nbytes.items():
             self.costs.sources[tier].owed += size
         ticket = next(self._ids)
-        self._loading[ticket] = _Loading(pieces, dict(nbytes), dict(tiers))
+        self._loading[ticket] = _Loading(pieces, dict(nbytes), dict(Counter(places)))
         self._transfers.append(Load(ticket, pieces, patience))
         return ticket
 
