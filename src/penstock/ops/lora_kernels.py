@@ -129,10 +129,12 @@ def _added(at, apart, mask, tall: tl.constexpr, ranks: tl.constexpr, parts: tl.c
 @triton.jit
 def low_part(x, data, facts, slot, row, program, low, apart, line, told, k, down, fact, pieces: tl.constexpr,
              rank: tl.constexpr, ranks: tl.constexpr, span: tl.constexpr, ahead: tl.constexpr, linked: tl.constexpr):
-    """low [parts, apart, pieces, rank] of a row x, for the program-th part and piece. `ahead` blocks of A precede the wait."""
+    """low [parts, apart, pieces, rank] of a row x, for the program-th ranks, piece and part. `ahead` blocks of A precede the
+    wait."""
     deep: tl.constexpr = 4096 // ranks
-    piece, part = program % pieces, program // pieces
-    rr, at = tl.arange(0, ranks), part * span + tl.arange(0, deep)
+    cuts: tl.constexpr = (rank + ranks - 1) // ranks
+    piece, part = program // cuts % pieces, program // cuts // pieces
+    rr, at = program % cuts * ranks + tl.arange(0, ranks), part * span + tl.arange(0, deep)
     own, width = tl.load(facts + slot * told + fact + piece), tl.load(facts + slot * told)
     end = tl.minimum(part * span + span, k)
     a = data + slot * line + tl.cast(down + piece * k, tl.int64) * width + rr[:, None] * k + at[None, :]

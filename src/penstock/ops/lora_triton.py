@@ -19,8 +19,8 @@ _DEEP = 128
 """Columns of x that a dot product takes."""
 _PROGRAMS = 2048
 """The most programs of a launch: about as many as run at once. More would be launched for tiles that a step may not have."""
-_FEW, _LOW = 64, 16
-"""The most rows whose deltas are added one row a program, and the largest rank for which that is faster."""
+_FEW, _LOW, _ONE = 64, 16, 64
+"""The most rows whose deltas are added one row a program, and the largest ranks for which that is faster, also of one row."""
 _JOINED_ABOVE = 256
 """Rows above which one program sums up all parts, in the same order."""
 
@@ -73,7 +73,7 @@ class TritonLora(LoraOps):
 
         pieces, rows, n, ranks = slabs.layout.targets[path].pieces, len(x), weight.n, _ranks(slabs.rank)
         tile = choose(rows, n, weight.k, False) if weight.ops is TritonLinear and suits(x, weight) else None
-        if tile is None or rows > _FEW or slabs.rank > _LOW or (
+        if tile is None or rows > _FEW or slabs.rank > (_ONE if rows == 1 else _LOW) or (
                 kind is not None and pieces not in ((n,), (n // 2, n // 2))):
             return None
         target, linked = slabs.layout.targets[path], gpu.linked(x.device)
@@ -100,7 +100,8 @@ class TritonLora(LoraOps):
 
         target, rows, (parts, span) = slabs.layout.targets[path], len(x), cut(x.shape[1])
         low = torch.empty(parts, rows, len(target.pieces), slabs.rank, dtype=torch.float32, device=x.device)
-        programs, ranks, linked = parts * len(target.pieces), _ranks(slabs.rank), gpu.linked(x.device)
+        ranks, linked = min(_LOW, _ranks(slabs.rank)), gpu.linked(x.device)
+        programs = parts * len(target.pieces) * -(-slabs.rank // ranks)
         same: dict[str, Any] = {"pieces": len(target.pieces), "rank": slabs.rank, "ranks": ranks, "span": span}
         where = slabs.data.stride(0), slabs.facts.stride(0)
         if rows == 1:
