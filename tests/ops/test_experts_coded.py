@@ -37,7 +37,8 @@ PLANS = {
     "unsorted": Plan(Tile(16, 32, 128, stages=2, swap=True), Tile(16, 64, 256, stages=2, swap=True), False),
     "sorted": Plan(Tile(32, 64, 128, stages=2, swap=True), Tile(32, 32, 128, stages=2, swap=True), True),
 }
-BOXED = Plan(Tile(64, 32, 128, stages=2, swap=True), Tile(64, 64, 128, stages=2, boxed=True, group=4), True)
+BOXED = [Plan(Tile(64, 32, 128, stages=2, swap=True), Tile(64, 64, 128, stages=2, boxed=True, group=4), True),
+         Plan(*[Tile(64, 64, 128, stages=2, boxed=True, group=4)] * 2, True)]
 SIZES = [Case(3, 5, 2, 256, 128), Case(9, 5, 2, 256, 128), Case(21, 3, 2, 384, 256)]
 
 
@@ -96,7 +97,8 @@ def test_biases_activations_and_weights_that_multiply_inputs(scheme: Any) -> Non
 
 def test_codes_of_rows_by_tma() -> None:
     for case in (SIZES[1], Case(150, 3, 2, 384, 128)):
-        found(FP8("token"), BOXED, case, torch.float16, True)
+        for plan in BOXED:
+            found(FP8("token"), plan, case, torch.float16, True)
 
 
 def test_sizes_that_no_tile_divides() -> None:

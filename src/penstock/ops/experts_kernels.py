@@ -393,8 +393,8 @@ def panels(x, weight, xs, gains, bias, out, order, starts, tile_expert, tile_pla
     blocks [parts, wide, deep], and for x where its rows lie in order (not gated), with blocks [tall, deep].
 
     Gated, both halves are one operand, so that a tile has `wide` outputs from 2 * wide rows. Tiles are swizzled in bands of
-    `group`, so that concurrent programs share x and weight in L2. Not gated, both may be codes: rows of x have the scales xs,
-    those of the weight the factors gains."""
+    `group`, so that concurrent programs share x and weight in L2. Both may be codes: rows of x have the scales xs, those of
+    the weight the factors gains."""
     across = tl.cdiv(n, wide)
     parts: tl.constexpr = 2 if gated else 1
     rk = tl.arange(0, deep)
@@ -422,6 +422,9 @@ def panels(x, weight, xs, gains, bias, out, order, starts, tile_expert, tile_pla
         rn = column * wide + tl.arange(0, wide)
         if gated:
             first, second = tl.split(tl.permute(tl.reshape(sums, (tall, 2, wide)), (0, 2, 1)))
+            if gains is not None:
+                each, own = tl.load(xs + pick // count, mask=within, other=0.0)[:, None], gains + base + tl.minimum(rn, n - 1)
+                first, second = first * each * tl.load(own)[None, :], second * each * tl.load(own + n)[None, :]
             _leave(first, second, bias, out, base, n, rn, places, within, sums, False, True, kind, alpha, limit, shift, False)
         else:
             scale = tl.load(scales + pick, mask=within, other=0.0)

@@ -85,10 +85,11 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
         if each <= most:
             short = _SHORT._replace(tall=tall, deep=128) if boxed and tall >= 64 else tile(tall, 64)
             return Plan(tile(tall, 64), short, True)
+    if boxed:
+        return Plan(_SHORT._replace(deep=128, warps=8), _SHORT._replace(deep=128), True)
     # With scales of groups, sums of a group are kept beside the two of gate and up.
     lean = isinstance(up, CodedStack) and up.coded.form != "row"
-    short = _SHORT._replace(deep=128) if boxed else tile(128, 128, warps=8)
-    return Plan(tile(128, 64 if lean else 128, warps=8), short, True)
+    return Plan(tile(128, 64 if lean else 128, warps=8), tile(128, 128, warps=8), True)
 
 
 def _boxed(stack: Stack) -> bool:
