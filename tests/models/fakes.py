@@ -25,7 +25,7 @@ from penstock.layers.step import StateView, Step, Works
 from penstock.models import parts, rules
 from penstock.models.config import Config, rope
 from penstock.ops.linear import Weight
-from penstock.ops.registry import Implementation
+from penstock.ops.table import Implementation
 from penstock.quant.scheme import Part, Scheme, Weights
 
 DECAY = 0.75

@@ -75,7 +75,7 @@ def test_a_checkpoint_is_read_and_decoded_where_no_kernel_serves(folders: tuple[
 
 def test_a_kernel_is_bound_by_operation_scheme_and_shape(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     registry.load()
-    monkeypatch.setitem(registry._TABLE, "linear.transposed", {"reference": fakes.kernel(fits=lambda n, k: n != 131)})
+    monkeypatch.setitem(registry.TABLE, "linear.transposed", {"reference": fakes.kernel(fits=lambda n, k: n != 131)})
     monkeypatch.setattr(fakes.TransposedOps, "packed", 0)
     plain, stored = folders
     decoder = open_model(stored, kernels=reference())

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.ops.registry import Implementation, implementations
+from penstock.ops.registry import implementations
+from penstock.ops.table import Implementation
 from penstock.platform.facts import detect
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

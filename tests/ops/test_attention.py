@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from penstock.ops.registry import Implementation
+from penstock.ops.table import Implementation
 from tests.ops.kernels import DTYPES, close, every, random, reference, usable
 
 

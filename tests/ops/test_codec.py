@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.ops.codec import CODECS, Codec, Scales, hadamard
-from penstock.ops.registry import Implementation
+from penstock.ops.table import Implementation
 from tests.ops.kernels import close, every, random, reference, usable
 from tests.ops.test_attention import Case
 

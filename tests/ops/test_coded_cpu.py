@@ -9,7 +9,7 @@ import torch
 
 from penstock.ops import bits, native
 from penstock.ops.coded_cpu import NAMES
-from penstock.ops.registry import Implementation
+from penstock.ops.table import Implementation
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.linear import LinearOps
-from penstock.ops.registry import Implementation, implementations
+from penstock.ops.registry import implementations
+from penstock.ops.table import Implementation
 from tests.ops.kernels import DTYPES, close, random, usable
 
 GLUS = {"swiglu": Glu(), "clamped": Glu(alpha=1.702, limit=0.7, shift=1.0), "limited": Glu(limit=0.5), "geglu": Glu("gelu")}

@@ -23,7 +23,8 @@ from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_helped import Costs, helper
 from penstock.ops.experts_hosted import HostedStack, Residency, Stages
 from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, launch
-from penstock.ops.registry import Implementation, bind, implementations
+from penstock.ops.registry import bind, implementations
+from penstock.ops.table import Implementation
 from penstock.worker import memory
 from penstock.worker.memory import packed_bytes, resident
 from tests.ops.interpreter import DEVICE
@@ -183,7 +184,7 @@ def test_an_engine_divides_them(costs: Costs, monkeypatch: pytest.MonkeyPatch) -
     from tests.system.test_layouts import ASSETS, greedy, options  # needs no interpreter, so it is not this module's need
 
     wanted = greedy(Engine(options(ASSETS / "canary-moe")), max_tokens=4)
-    table = registry._TABLE["experts"]
+    table = registry.TABLE["experts"]
     monkeypatch.setitem(table, "triton", replace(table["triton"], call=Placed(), supports=lambda _facts, _dtype: None, rank=99))
     monkeypatch.setattr(memory, "resident", lambda *_: 3)
     monkeypatch.setattr(experts_helped, "NEVER", costs)

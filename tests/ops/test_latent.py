@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.ops.registry import Implementation
+from penstock.ops.table import Implementation
 from tests.ops.kernels import DTYPES, close, every, random, reference, usable
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.ops.registry import Implementation
+from penstock.ops.table import Implementation
 from tests.ops.kernels import DTYPES, close, every, random, usable
 
 SHAPES = [(1, 1, 1), (1, 33, 17), (2, 31, 64), (3, 64, 65), (5, 100, 7), (7, 96, 300), (12, 32, 128), (13, 129, 515),

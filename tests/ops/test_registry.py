@@ -7,7 +7,8 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.ops import gpu, registry
-from penstock.ops.registry import Implementation, bind, implementations
+from penstock.ops.registry import bind, implementations
+from penstock.ops.table import Implementation
 from penstock.platform.facts import DeviceFacts
 
 CPU = DeviceFacts("cpu", "", 0, 1)
@@ -17,7 +18,7 @@ GPU = DeviceFacts("cuda", "a GPU", 1 << 30, 1, capability=(9, 0))
 def enter(monkeypatch: pytest.MonkeyPatch, op: str, name: str, **fields: object) -> Implementation:
     registry.load()
     made = Implementation(op, name, object(), lambda facts, dtype: None, 99, **fields)  # type: ignore[arg-type]
-    monkeypatch.setitem(registry._TABLE[op], name, made)
+    monkeypatch.setitem(registry.TABLE[op], name, made)
     return made
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.ops.activation import ACTIVATIONS
-from penstock.ops.registry import Implementation
+from penstock.ops.table import Implementation
 from tests.ops.kernels import DTYPES, close, every, random, reference, usable
 
 WIDTHS = (1, 5, 16, 33, 64, 100, 288, 2048)

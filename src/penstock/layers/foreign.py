@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,26 +31,20 @@ NAME = "penstock"
 """Of our attention, as transformers knows it."""
 
 
-class Attends(Protocol):
-    """A stand-in for attention while a model's modules run."""
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
-               options: dict[str, Any], /) -> torch.Tensor:
-        """query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
-        ...
-
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, dict[str, Any]], torch.Tensor]
+"""Attention of a model's modules: query [1, H, T, D], key and value [1, KV, T, D], scaling, options -> [1, T, H, D]."""
 
 _now = threading.local()
 
 
 @contextmanager
-def running(attends: Attends) -> Iterator[None]:
-    """Attention of this thread's modules is that of `attends` within."""
-    _now.attends = attends
+def running(attend: Attend) -> Iterator[None]:
+    """Attention of this thread's modules is `attend` within."""
+    _now.attend = attend
     try:
         yield
     finally:
-        del _now.attends
+        del _now.attend
 
 
 def _attention(_module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
@@ -57,7 +52,7 @@ def _attention(_module: nn.Module, query: torch.Tensor, key: torch.Tensor, value
     """In the signature of transformers' attention functions."""
     if mask is not None:
         raise ModelError("its modules make an attention mask of their own")
-    return _now.attends.attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, options), None
+    return _now.attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, options), None
 
 
 def skeleton(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
@@ -163,14 +158,14 @@ class Foreign(Mixer):
         if step.delta is not None:
             raise ModelError("adapters are not there for models that run through transformers")
         self._step, self._calls = step, 0
-        with running(self):
+        with running(self.attend):
             out = self._model(input_ids=step.tokens[None].long(), position_ids=step.positions[None].long(), use_cache=False)
         found: torch.Tensor = out.last_hidden_state[0].to(x.dtype)
         return found if ends is None else found.index_select(0, ends)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
                options: dict[str, Any]) -> torch.Tensor:
-        """One layer's attention over the cache (`Attends`)."""
+        """One layer's attention over the cache (`Attend`)."""
         at, step = self._calls, self._step
         self._calls += 1
         view, work, spec = self._views[at], self._works[at], self.spec.attentions[at]
@@ -182,19 +177,14 @@ class Foreign(Mixer):
                                        spec.window, spec.softcap, sinks, step.work[work], step.library[work])[None]
 
 
-class _Plain:
-    """Attention of a few tokens that are one sequence, without a cache."""
-
-    def __init__(self, spec: ForeignSpec) -> None:
-        self._calls = iter(spec.attentions)
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
-               _options: dict[str, Any]) -> torch.Tensor:
-        each = next(self._calls)
-        key, value = (x.repeat_interleave(each.heads // each.kv_heads, 1).float() for x in (key, value))
-        scores = (query.float() @ key.transpose(-1, -2) * scaling).masked_fill(
-            torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).triu(1), float("-inf"))
-        return (scores.softmax(-1) @ value).to(query.dtype).transpose(1, 2)
+def _plain(calls: Iterator[ForeignAttention], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
+           _options: dict[str, Any]) -> torch.Tensor:
+    """`Attend` of a few tokens that are one sequence, without a cache, for the next of `calls`."""
+    each = next(calls)
+    key, value = (x.repeat_interleave(each.heads // each.kv_heads, 1).float() for x in (key, value))
+    scores = (query.float() @ key.transpose(-1, -2) * scaling).masked_fill(
+        torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).triu(1), float("-inf"))
+    return (scores.softmax(-1) @ value).to(query.dtype).transpose(1, 2)
 
 
 def _check_head(model: Any, spec: ForeignSpec, device: torch.device, dtype: torch.dtype) -> None:
@@ -206,9 +196,9 @@ def _check_head(model: Any, spec: ForeignSpec, device: torch.device, dtype: torc
     given = {"input_ids": torch.arange(3, device=device)[None], "position_ids": torch.arange(3, device=device)[None],
              "use_cache": False}
     with torch.inference_mode():
-        with running(_Plain(spec)):
+        with running(partial(_plain, iter(spec.attentions))):
             hidden = model.base_model(**given).last_hidden_state
-        with running(_Plain(spec)):
+        with running(partial(_plain, iter(spec.attentions))):
             logits = model(**given).logits
     expected = head(hidden).float()
     if spec.softcap:

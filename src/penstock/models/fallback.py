@@ -6,7 +6,7 @@ The modules are run once without numbers (on the meta device): each call of atte
 import importlib.util
 import json
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,13 +69,13 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     scaling = (getattr(given, "rope_parameters", None) or {}).get("rope_type", "default")
     if scaling in ("dynamic", "longrope"):
         raise ModelError(f"its rotation ({scaling}) depends on the longest of the sequences that run together")
-    seen = _Seen()
+    seen: list[ForeignAttention] = []
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    with running(seen), torch.inference_mode():
+    with running(partial(_note, seen)), torch.inference_mode():
         out = model.base_model(input_ids=positions, position_ids=positions, use_cache=False)
     layers = given.num_hidden_layers
-    if len(seen.attentions) != layers:
-        raise ModelError(f"{len(seen.attentions)} of its {layers} layers use the attention that can be replaced")
+    if len(seen) != layers:
+        raise ModelError(f"{len(seen)} of its {layers} layers use the attention that can be replaced")
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = bool(given.tie_word_embeddings)
@@ -86,7 +86,7 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
                     if name not in apart and name not in ignored)
     width, vocabulary = out.last_hidden_state.shape[-1], embedding.shape[0]
     softcap = getattr(given, "final_logit_softcapping", None) or 0.0
-    foreign = ForeignSpec(width, text, tuple(seen.attentions), tensors, names[id(embedding)], softcap)
+    foreign = ForeignSpec(width, text, tuple(seen), tensors, names[id(embedding)], softcap)
     block = BlockSpec(((BranchSpec(foreign, replaces=True),),))
     spec = ModelSpec("", vocabulary, width, Config(given.to_dict()).integer("max_position_embeddings"), (block,), NoNormSpec(),
                      HeadSpec(tied, head.bias is not None, softcap=softcap), EmbeddingSpec())
@@ -96,23 +96,17 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     return spec, text_part(rules)
 
 
-class _Seen:
-    """Notes the calls of attention (`layers/foreign.py::Attends`)."""
-
-    def __init__(self) -> None:
-        self.attentions: list[ForeignAttention] = []
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _scaling: float,
-               options: dict[str, Any]) -> torch.Tensor:
-        unknown = sorted(name for name, option in options.items() if option is not None and name not in _KNOWN)
-        if unknown:
-            raise ModelError(f"its attention takes {', '.join(unknown)}")
-        if options.get("is_causal") is False:
-            raise ModelError("its attention looks ahead")
-        if value.shape[-1] != query.shape[-1]:
-            raise ModelError(f"its values ({value.shape[-1]}) are not as wide as its keys ({query.shape[-1]})")
-        sinks = options.get("s_aux")
-        self.attentions.append(ForeignAttention(
-            query.shape[1], key.shape[1], query.shape[-1], options.get("sliding_window") or 0, options.get("softcap") or 0.0,
-            sinks is not None))
-        return query.transpose(1, 2)
+def _note(seen: list[ForeignAttention], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _scaling: float,
+          options: dict[str, Any]) -> torch.Tensor:
+    """Notes a call of attention in `seen`; a `layers/foreign.py::Attend`."""
+    unknown = sorted(name for name, option in options.items() if option is not None and name not in _KNOWN)
+    if unknown:
+        raise ModelError(f"its attention takes {', '.join(unknown)}")
+    if options.get("is_causal") is False:
+        raise ModelError("its attention looks ahead")
+    if value.shape[-1] != query.shape[-1]:
+        raise ModelError(f"its values ({value.shape[-1]}) are not as wide as its keys ({query.shape[-1]})")
+    sinks = options.get("s_aux")
+    seen.append(ForeignAttention(query.shape[1], key.shape[1], query.shape[-1], options.get("sliding_window") or 0,
+                                 options.get("softcap") or 0.0, sinks is not None))
+    return query.transpose(1, 2)

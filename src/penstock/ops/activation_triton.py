@@ -9,7 +9,7 @@ import torch
 from penstock.ops import gpu
 from penstock.ops.coded_forms import attached
 from penstock.ops.linear import Weight
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 _BLOCK = 1024
 

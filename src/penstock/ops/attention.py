@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.ops.codec import Coding, Scales
-from penstock.ops.registry import register
+from penstock.ops.table import register
+
+if TYPE_CHECKING:
+    from penstock.ops.attention_divider import Divider
 
 _SCORES = 1 << 24
 """Maximum scores the reference computes at once. Bounds its memory to a few times 64 MiB for any prompt length."""
@@ -114,14 +117,6 @@ Rows = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(begin, end, size) -> keys and values [size, KV, D] of a segment's positions from `begin` on, zeros from `end` on."""
 
 
-class Divides(Protocol):
-    """Prepares consecutive decode steps incrementally."""
-
-    def decode(self, counts: Ints, context: Ints, segments: int, shared: SharedPrefixes | None) -> Ints:
-        """Returns `AttentionOps.prepare` of a decode step padded to `segments`. The array is valid until the next call."""
-        ...
-
-
 class AttentionOps:
     """An implementation of `attention`: `prepare` divides a step's work on the host, `apply` runs it on the device."""
 
@@ -134,7 +129,7 @@ class AttentionOps:
         For eager steps only: a captured CUDA graph must not depend on the composition of a step."""
         return []
 
-    def divider(self, geometry: Geometry) -> Divides | None:
+    def divider(self, geometry: Geometry) -> Divider | None:
         """Returns an object that prepares consecutive decode steps faster than `prepare` by updating the previous result, or
         None if the implementation prepares nothing."""
         return None

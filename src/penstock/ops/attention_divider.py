@@ -6,21 +6,14 @@ model's step cannot hide; updating one takes a few us."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.ops.attention import Geometry, Ints, SharedPrefixes
 from penstock.ops.attention_work import FIELDS, WorkItem, layout
-
-
-class Divide(Protocol):
-    """AttentionOps.prepare for one geometry."""
-
-    def __call__(self, counts: Ints, context: Ints, segments: int, tokens: int, *, shared: SharedPrefixes | None) -> Ints: ...
-
 
 _WORTH = 3
 """Minimum number of updates for which a work list is kept: keeping one costs as much as two updates save."""
@@ -43,7 +36,8 @@ class _Last:
 class Divider:
     """Makes the work lists of one step builder's decode steps, for one geometry. Not thread-safe."""
 
-    def __init__(self, geometry: Geometry, invariant: bool, divide: Divide) -> None:
+    def __init__(self, geometry: Geometry, invariant: bool, divide: Callable[..., Ints]) -> None:
+        """`divide`: AttentionOps.prepare for the geometry."""
         self._geometry = geometry
         self._invariant = invariant
         self._divide = divide

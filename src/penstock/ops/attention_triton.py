@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from penstock.ops import attention_library, attention_work, gpu
-from penstock.ops.attention import LEAST, WHOLE, AttentionOps, Divides, Geometry, Ints, Rows, SharedPrefixes, Span, Stripe, Tree
+from penstock.ops.attention import LEAST, WHOLE, AttentionOps, Geometry, Ints, Rows, SharedPrefixes, Span, Stripe, Tree
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.codec import Scales
 from penstock.ops.codec_triton import decoding
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 class TritonAttention(AttentionOps):
@@ -31,7 +31,7 @@ class TritonAttention(AttentionOps):
         # The two forms of a latent's attention round differently, so the batch-invariant mode has one of them only.
         return [] if self.invariant else attention_library.spans(geometry, counts, context)
 
-    def divider(self, geometry: Geometry) -> Divides | None:
+    def divider(self, geometry: Geometry) -> Divider | None:
         return None if geometry.stripe.of > 1 else Divider(geometry, self.invariant, partial(self.prepare, geometry))
 
     def warm_up(self, device: torch.device) -> None:

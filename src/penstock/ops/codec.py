@@ -12,7 +12,7 @@ import torch
 
 from penstock.core.state import Field
 from penstock.ops.bits import FP4, pack, unpack
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 NORMAL16 = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
 NORMAL8 = (0.2451, 0.7560, 1.3439, 2.1520)

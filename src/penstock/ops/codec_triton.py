@@ -9,7 +9,7 @@ import torch
 from penstock.ops import gpu
 from penstock.ops.bits import with_bytes
 from penstock.ops.codec import Coding, Scales, table
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 @register("cache_write", "triton", rank=10, supports=gpu.supports)

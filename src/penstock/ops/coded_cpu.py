@@ -18,7 +18,7 @@ from penstock.ops import gguf_codes
 from penstock.ops.bits import unpack
 from penstock.ops.experts import ExpertsOps, Loose
 from penstock.ops.linear import Weight
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 if TYPE_CHECKING:
     from penstock.ops.cpu import CpuOperations

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from penstock.ops import activation_triton, gpu
 from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded, codes_of, empty_codes
 from penstock.ops.linear_triton import Tile, parts_of, tickets_of
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 DOT_ROWS = 1
 """The most rows that are multiplied by `launch_dots`; more are faster on tensor cores."""

@@ -20,8 +20,8 @@ from penstock.ops.coded_cpu import CodedCpu, CodedPanels, CodedPile
 from penstock.ops.experts import ExpertsOps, Glu, Loose, Stack
 from penstock.ops.linear import Weight
 from penstock.ops.lora import MOST_PIECES, Groups, LoraOps, Slabs
-from penstock.ops.registry import register
 from penstock.ops.sample import SampleOps
+from penstock.ops.table import register
 from penstock.platform.facts import DeviceFacts
 
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from penstock.ops.activation import ACTIVATIONS
 from penstock.ops.linear import Weight
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 @dataclass(frozen=True)

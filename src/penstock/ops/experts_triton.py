@@ -18,7 +18,7 @@ from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_coded import CodedStack
 from penstock.ops.experts_hosted import HostedStack
 from penstock.ops.linear_triton import Tile
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 class Plan(NamedTuple):

@@ -1,11 +1,10 @@
 """Matrices that are read together, as q, k and v, but stored in several ways: each by its kernel, with outputs side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from penstock.ops.contracts import Activation
 from penstock.ops.linear import Weight
 
 
@@ -14,7 +13,7 @@ class Joined(Weight):
 
     __slots__ = ("members",)
 
-    def __init__(self, members: Sequence[Weight], gated: Activation) -> None:
+    def __init__(self, members: Sequence[Weight], gated: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
         first = members[0]
         super().__init__(first.data, sum(member.n for member in members), first.k, first.dtype)
         self.members = tuple(members)
@@ -25,7 +24,7 @@ class Joined(Weight):
 class JoinedOps:
     """The operation `linear` by the kernels of the members."""
 
-    def __init__(self, gated: Activation) -> None:
+    def __init__(self, gated: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
         self._gated = gated
 
     def apply(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None,

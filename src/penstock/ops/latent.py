@@ -3,8 +3,8 @@
 import torch
 
 from penstock.ops.norm import rms_norm
-from penstock.ops.registry import register
 from penstock.ops.rope import rotate
+from penstock.ops.table import register
 
 
 @register("latent_write", "reference", rank=0, capturable=False)

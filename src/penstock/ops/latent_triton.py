@@ -6,7 +6,7 @@ import torch
 
 from penstock.ops import gpu
 from penstock.ops.latent import HeadLinearOps
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 @register("latent_write", "triton", rank=10, supports=gpu.supports)

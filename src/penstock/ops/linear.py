@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from penstock.ops.activation import gated
 from penstock.ops.contracts import MatrixOps
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 class Weight:

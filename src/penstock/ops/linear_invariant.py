@@ -13,7 +13,7 @@ import torch
 from penstock.ops import gpu
 from penstock.ops.linear import Weight
 from penstock.ops.linear_triton import BOXED, BOXED_GATED, Tile, TritonLinear, boxable, few_rows, launch, parts
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 _LEAST = Tile(64, 64, 128, group=8)
 _MANY = {BOXED: 1.0, Tile(128, 128, 64, group=8): 0.6, Tile(128, 64, 64, stages=5, group=8): 0.4, _LEAST: 0.26}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from penstock.ops import activation_triton, gpu
 from penstock.ops.gather_triton import gather
 from penstock.ops.linear import Weight
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 class Tile(NamedTuple):

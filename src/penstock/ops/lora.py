@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.ops.linear import Weight
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 UNIT = 16
 """Ranks are padded to multiples of this."""

@@ -11,7 +11,7 @@ from penstock.ops import gpu
 from penstock.ops.linear import Weight
 from penstock.ops.linear_triton import Tile, TritonLinear, choose, launch, suits
 from penstock.ops.lora import MOST_PIECES, WIDE, Groups, LoraOps, Slabs
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 _SPAN, _MOST_PARTS = 1024, 32
 """Columns of x that a program of few rows sums up, and the most parts that the columns are cut into."""

@@ -1,6 +1,6 @@
 """Long messages between ranks: at once, or in runs of rows, one travelling while the next is computed. Registers `messages`."""
 
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 LEAST = 1024
 """The fewest rows of a run: enough tiles for all multiprocessors of a GPU."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops.linear import Weight
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 @register("rms_norm", "reference", rank=0)

@@ -9,7 +9,7 @@ import torch
 from penstock.ops import gpu
 from penstock.ops.coded_forms import attached
 from penstock.ops.linear import Weight
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 _VECTOR = 16
 """Bytes of a row per thread, however many rows there are: how a row is divided over threads decides the order of its sum, and

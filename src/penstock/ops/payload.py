@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max

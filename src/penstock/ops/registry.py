@@ -1,68 +1,28 @@
 """The kernel table: it binds an implementation to each operation once, at start, by device facts and dtype.
 
-An operation is a name with a reference in `ops/<op>.py`. A faster implementation registers beside it with a `supports`
-function that returns None, or the reason why it cannot serve. No other code asks which hardware is there."""
+No other code asks which hardware is there."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.core.errors import ConfigError
 from penstock.ops import contracts
+from penstock.ops.table import TABLE, Implementation, any_shape
 from penstock.platform.facts import DeviceFacts
 
 if TYPE_CHECKING:
+    from penstock.ops import activation as activations
+    from penstock.ops import codec, latent, norm, rope, routing, step
     from penstock.ops.attention import AttentionOps
     from penstock.ops.experts import ExpertsOps
     from penstock.ops.lora import LoraOps
     from penstock.ops.payload import Payload
     from penstock.ops.sample import SampleOps
-
-Supports = Callable[[DeviceFacts, torch.dtype], str | None]
-
-
-Fits = Callable[[int, int], bool]
-
-
-def _any_shape(_n: int, _k: int) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """`call` serves `op`. Of the implementations that can serve here, the one of highest `rank` is bound.
-
-    The other fields say what it can do: callers read them instead of comparing names."""
-
-    op: str
-    name: str
-    call: Any
-    supports: Supports
-    rank: int
-    capturable: bool = True
-    """It never reads a tensor's values on the host, so a CUDA graph can hold it and it runs on meta tensors."""
-    batch_invariant: bool = True
-    """The bits of a row's result depend on that row alone, not on what else is in the step."""
-    dtypes: tuple[torch.dtype, ...] | None = None
-    """Types of activations that it serves; None: every type of a model."""
-    threads: bool = False
-    """It runs on PyTorch's own pool of CPU threads."""
-    fits: Fits = _any_shape
-    """Of an operation with a matrix: which shapes it serves."""
-
-    def refusal(self, facts: DeviceFacts, dtype: torch.dtype) -> str | None:
-        """Why it cannot serve on this device with activations of this type; None if it can."""
-        if self.dtypes is not None and dtype not in self.dtypes:
-            return f"it has no {dtype}"
-        return self.supports(facts, dtype)
-
-
-_TABLE: dict[str, dict[str, Implementation]] = {}
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
             "activation", "step", "payload", "messages", "sample", "sample_triton", "lora", "lora_triton", "linear_triton",
@@ -71,37 +31,15 @@ _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_trit
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
-def _anywhere(_facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
-    return None
-
-
-Call = TypeVar("Call")
-
-
-def register(op: str, name: str, *, rank: int, supports: Supports = _anywhere, capturable: bool = True,
-             batch_invariant: bool = True, dtypes: tuple[torch.dtype, ...] | None = None, threads: bool = False,
-             fits: Fits = _any_shape) -> Callable[[Call], Call]:
-    """Decorator: enters a function (or an object with the op's functions) into the table. Rank 0 is the reference.
-
-    The keywords are the fields of `Implementation`."""
-
-    def enter(call: Call) -> Call:
-        _TABLE.setdefault(op, {})[name] = Implementation(op, name, call, supports, rank, capturable, batch_invariant, dtypes,
-                                                         threads, fits)
-        return call
-
-    return enter
-
-
 def implementations(op: str) -> list[Implementation]:
     """All of an operation's implementations, the reference first."""
     load()
-    return sorted(_TABLE[op].values(), key=lambda i: (i.name != "reference", i.rank))
+    return sorted(TABLE[op].values(), key=lambda i: (i.name != "reference", i.rank))
 
 
 def operations() -> list[str]:
     load()
-    return sorted(_TABLE)
+    return sorted(TABLE)
 
 
 def load() -> None:
@@ -111,28 +49,30 @@ def load() -> None:
 
 
 class Kernels:
-    """The bound table, with one attribute per operation. The reference's docstring says what each takes and returns."""
+    """The bound table, with one attribute per operation. The reference says what each takes and returns."""
 
     linear: contracts.PlainOps
     """For plain matrices; `linear_for` says which serves another scheme."""
-    rms_norm: contracts.RmsNorm
-    add_rms_norm: contracts.AddRmsNorm
-    layer_norm: contracts.LayerNorm
-    rope_write: contracts.RopeWrite
-    cache_write: contracts.CacheWrite
-    route: contracts.Route
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""
     payload: Payload
     messages: Callable[[int], int]
-    latent_write: contracts.LatentWrite
     head_linear: contracts.HeadMatrixOps
     attention: AttentionOps
     lora: LoraOps
-    build_step: contracts.BuildStep
-    gated: contracts.Activation
-    activation: contracts.Activation
     sample: SampleOps
+    if TYPE_CHECKING:
+        # Of the type of their references.
+        rms_norm = staticmethod(norm.rms_norm)
+        add_rms_norm = staticmethod(norm.add_rms_norm)
+        layer_norm = staticmethod(norm.layer_norm)
+        rope_write = staticmethod(rope.rope_write)
+        cache_write = staticmethod(codec.cache_write)
+        latent_write = staticmethod(latent.latent_write)
+        route = staticmethod(routing.route)
+        build_step = staticmethod(step.build_step)
+        gated = staticmethod(activations.gated)
+        activation = staticmethod(activations.activation)
 
     def __init__(self, chosen: dict[str, Implementation], refused: dict[str, list[tuple[str, str]]],
                  able: dict[str, list[Implementation]] | None = None) -> None:
@@ -183,18 +123,18 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
     Elsewhere `batch_invariant` admits only implementations that are; ConfigError if an operation has none here."""
     load()
     prefer = prefer or {}
-    unknown = sorted(prefer.keys() - _TABLE.keys() - {"*"})
+    unknown = sorted(prefer.keys() - TABLE.keys() - {"*"})
     if unknown:
-        raise ConfigError(f"kernels names {unknown[0]!r}, which is no operation; possible are {', '.join(sorted(_TABLE))}, "
+        raise ConfigError(f"kernels names {unknown[0]!r}, which is no operation; possible are {', '.join(sorted(TABLE))}, "
                           "and * for all")
-    names = {name for found in _TABLE.values() for name in found}
+    names = {name for found in TABLE.values() for name in found}
     if "*" in prefer and prefer["*"] not in names:
         raise ConfigError(f"kernels asks for {prefer['*']!r} everywhere, which no operation has; possible are "
                           f"{', '.join(sorted(names))}")
     chosen: dict[str, Implementation] = {}
     refused: dict[str, list[tuple[str, str]]] = {}
     able: dict[str, list[Implementation]] = {}
-    for op, found in _TABLE.items():
+    for op, found in TABLE.items():
         wanted = prefer.get(op, prefer.get("*"))
         for implementation in sorted(found.values(), key=lambda i: -i.rank):
             if wanted is not None and implementation.name != wanted:
@@ -206,7 +146,7 @@ def bind(facts: DeviceFacts, dtype: torch.dtype, prefer: Mapping[str, str] | Non
                 refused.setdefault(op, []).append((implementation.name, reason))
                 continue
             able.setdefault(op, []).append(implementation)
-            if implementation.fits is _any_shape:
+            if implementation.fits is any_shape:
                 break
         if op in able:
             chosen[op] = able[op][0]

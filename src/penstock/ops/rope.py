@@ -3,7 +3,7 @@
 import torch
 
 from penstock.ops.norm import rms_norm
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 @register("rope_write", "reference", rank=0, capturable=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.ops import gpu
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 _NUMBERS = {64: 2048, 128: 2048, 256: 1024}
 """Elements per program by padded head size: the fastest at one token and at 8192 (bench/gpu_rows.py)."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 SCORES = ("softmax", "softmax_after", "sigmoid", "sigmoid_after", "sparsemixer")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from penstock.ops import gpu, routing
-from penstock.ops.registry import register
 from penstock.ops.routing import Routing
+from penstock.ops.table import register
 
 
 @register("route", "triton", rank=10, supports=gpu.supports)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.core.plan import NOT_FINITE
 from penstock.ops import noise
-from penstock.ops.registry import register
+from penstock.ops.table import register
 
 
 class Feature(IntFlag):

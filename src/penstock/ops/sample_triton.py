@@ -9,8 +9,8 @@ import math
 import torch
 
 from penstock.ops import gpu
-from penstock.ops.registry import register
 from penstock.ops.sample import SampleOps
+from penstock.ops.table import register
 
 _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
 """Elements per program: to choose; to filter, allow and score; of a row's tokens; of its edits."""

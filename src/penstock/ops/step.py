@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.ops.registry import register
+from penstock.ops.table import register
 from penstock.platform.facts import DeviceFacts
 
 

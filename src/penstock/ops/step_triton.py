@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from penstock.ops import gpu
-from penstock.ops.registry import register
 from penstock.ops.step import StepTensors
+from penstock.ops.table import register
 
 _BLOCK = 128
 """Tokens a program."""

@@ -11,7 +11,6 @@ import torch
 
 from penstock.observe.log import LOG
 from penstock.ops import gpu
-from penstock.ops.contracts import AddRmsNorm
 from penstock.parallel.axis import Place
 from penstock.parallel.peer import Shared
 from penstock.platform.facts import detect
@@ -109,7 +108,7 @@ class Group:
         return added(self.gather(x).unbind())
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float,
-                 norm: AddRmsNorm) -> tuple[torch.Tensor, torch.Tensor]:
+                 norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """`norm` (ops/norm.py::add_rms_norm) of the sum of the ranks' x and the residual; both [T, W] may be overwritten."""
         if self._peers is not None and self._peers.takes_rows(x, residual):
             return self._peers.add_norm(x, residual, weight, eps, offset), residual

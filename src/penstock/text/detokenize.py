@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 REPLACEMENT = "\ufffd"
 
@@ -18,22 +18,6 @@ PENDING = 3
 """The most bytes, and so tokens, of an incomplete UTF-8 character."""
 
 Piece = TypeVar("Piece")
-
-
-class Detokenizer(Protocol):
-    """Text of one growing sequence of tokens."""
-
-    def push(self, ids: Iterable[int]) -> str:
-        """The text that these tokens add and that no later token can change. Ids outside the vocabulary have no text."""
-        ...
-
-    def held(self) -> str:
-        """Complete characters that are still held back, because later tokens may change them."""
-        ...
-
-    def flush(self) -> str:
-        """The text still held back, at the end of the sequence. Resets the detokenizer."""
-        ...
 
 
 class Pieces(dict[int, Piece], Generic[Piece]):
@@ -66,13 +50,16 @@ class ByteLevel:
         self.push(after[-PENDING:])
 
     def push(self, ids: Iterable[int]) -> str:
+        """The text that these tokens add and that no later token can change. Ids outside the vocabulary have no text."""
         pieces = self._pieces
         return self._decode(b"".join([pieces[token] for token in ids]))
 
     def held(self) -> str:
+        """Complete characters that are still held back, because later tokens may change them."""
         return ""
 
     def flush(self) -> str:
+        """The text still held back, at the end of the sequence. Resets the detokenizer."""
         return self._decode(b"", True)
 
 
@@ -220,6 +207,10 @@ class ByteFallback:
         spaces = min(len(text) - len(text.lstrip(" ")), self._left)
         self._left = self._left - spaces if spaces == len(text) else 0
         return text[spaces:]
+
+
+Detokenizer = ByteLevel | ByteFallback
+"""Text of one growing sequence of tokens."""
 
 
 def _unfinished(pieces: Sequence[str | int]) -> bytes:
