@@ -55,18 +55,23 @@ def _add_ls(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _ls(args: Namespace) -> int:
-    """Lists the hub's cache and the aliases."""
+def _cached() -> tuple[Any, dict[str, Any]]:
+    """The hub's cache, and its models by their ids; (None, {}) if there is no cache."""
     # Late: an HTTP client.
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
-        repositories = sorted(scan_cache_dir().repos, key=lambda one: one.repo_id)
+        cache = scan_cache_dir()
     except CacheNotFound:
-        repositories = []
+        return None, {}
+    return cache, {one.repo_id: one for one in cache.repos if one.repo_type == "model"}
+
+
+def _ls(args: Namespace) -> int:
+    """Lists the hub's cache and the aliases."""
     models: list[dict[str, Any]] = [
-        {"id": one.repo_id, "bytes": one.size_on_disk, "used": one.last_accessed, "path": str(one.repo_path)}
-        for one in repositories if one.repo_type == "model"]
+        {"id": name, "bytes": one.size_on_disk, "used": one.last_accessed, "path": str(one.repo_path)}
+        for name, one in sorted(_cached()[1].items())]
     aliases = read_aliases()
     if args.json:
         print(json.dumps({"models": models, "aliases": aliases}, indent=2))
@@ -97,17 +102,11 @@ def _rm(args: Namespace) -> int:
         write_aliases(aliases)
         print(f"{args.model} is forgotten; its files stay (penstock rm {target})")
         return 0
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        cache = scan_cache_dir()
-    except CacheNotFound:
-        cache = None
-    found = [one for one in cache.repos if one.repo_id == args.model and one.repo_type == "model"] if cache else []
-    if cache is None or not found:
+    cache, models = _cached()
+    if args.model not in models:
         raise ConfigError(f"there is no model {args.model!r} in the hub's cache and no such alias in {aliases_file()}; "
                           "penstock ls lists both")
-    plan = cache.delete_revisions(*(revision.commit_hash for revision in found[0].revisions))
+    plan = cache.delete_revisions(*(revision.commit_hash for revision in models[args.model].revisions))
     plan.execute()
     print(f"deleted {args.model}, {size(plan.expected_freed_size)}")
     return 0

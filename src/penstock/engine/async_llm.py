@@ -307,26 +307,23 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache, in every tier. EngineDeadError if there is no engine."""
-        self._check_alive()
-        done: bool = await self._process.ask("reset_prefix_cache")
-        return done
+        return bool(await self._ask("reset_prefix_cache"))
 
     async def start_profile(self) -> None:
         """Begins to record the ranks' steps."""
-        self._check_alive()
-        await self._process.ask("start_profile")
+        await self._ask("start_profile")
 
     async def stop_profile(self, folder: str) -> list[str]:
         """Ends that. Returns the traces in `folder`, one of each rank."""
-        self._check_alive()
-        found: list[str] = await self._process.ask("stop_profile", folder)
-        return found
+        return list(await self._ask("stop_profile", folder))
 
     async def look(self) -> dict[str, Any]:
         """The engine's work at this moment (`engine/view.py::View.look`). EngineDeadError if there is none."""
+        return dict(await self._ask("look"))
+
+    async def _ask(self, method: str, *arguments: str) -> Any:
         self._check_alive()
-        found: dict[str, Any] = await self._process.ask("look")
-        return found
+        return await self._process.ask(method, *arguments)
 
     def drop(self, stream: Stream) -> None:
         """Forgets a stream's open requests and aborts them in the engine."""

@@ -1,9 +1,11 @@
-"""Llama 1 to 3.3, the many models of the same shape, and in `LIKE` those that differ from it in a few numbers."""
+"""Llama 1 to 3.3, the many models of the same shape, and in `LIKE` those that differ from it in little."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from penstock.models import family
 from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, RopeSpec, Rule, parts, rope, rules
@@ -96,10 +98,73 @@ def granite(config: Config, *, mlps: Callable[[Config], MixerSpec] | None = None
                                      divisor=config.number("logits_scaling", 1.0)))
 
 
+def baichuan(config: Config) -> ModelSpec:
+    """Baichuan 1 and 2: queries, keys and values are merged; models of 40 heads (13B) have ALiBi instead of rotation."""
+    heads = config.integer("num_attention_heads")
+    attends = {"rope": None, "slopes": parts.slopes(heads)} if heads == 40 else {}
+    length = config.integer("model_max_length" if "model_max_length" in config.values else "max_position_embeddings")
+    return spec(config, attends=attends, max_positions=length)
+
+
+def _normalised(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """Baichuan 2 divides each row of its head by the row's length."""
+    return torch.nn.functional.normalize(tensor.float()).to(tensor.dtype) if spec.vocab_size == 125696 else tensor
+
+
+def cohere(config: Config) -> ModelSpec:
+    """Command R and Cohere 2 (Command A, Aya): parallel branches, LayerNorms without bias, interleaved rotation; Cohere 2
+    rotates in sliding layers alone."""
+    every, unbiased = config.integer("sliding_window_pattern", 4), partial(parts.layer_norm, bias=False)
+    head = family.HeadSpec(config.flag("tie_word_embeddings", True), divisor=1.0 / config.number("logit_scale", 0.0625))
+    norm = QueryKeyNorm(unbiased(config), own=True) if config.flag("use_qk_norm", False) else None
+    windows = slides(lambda layer: (layer + 1) % every != 0) if config.named("Cohere2ForCausalLM", "cohere2") else None
+    return spec(config, norm=unbiased, interleaved=True, attends={"norm": norm}, windows=windows, full={"rope": None},
+                same=True, head=head)
+
+
+def minicpm(config: Config) -> ModelSpec:
+    """Scaled embeddings, branches and logits; MiniCPM 3 has latent attention."""
+    config.absent("num_experts")
+    norm, layers, width = parts.rms_norm(config), config.integer("num_hidden_layers"), config.integer("hidden_size")
+    attention: MixerSpec
+    if config.named("MiniCPM3ForCausalLM", "minicpm3"):
+        if "v_head_dim" not in config.values:
+            config = config.changed(v_head_dim=width // config.integer("num_attention_heads"))
+        attention = parts.latent_attention(config, rope(config, config.integer("qk_rope_head_dim")))
+    else:
+        attention = parts.attention(config, rope=rope(config, parts.head_size(config)))
+    head = family.HeadSpec(config.flag("tie_word_embeddings", True), divisor=width / config.number("dim_model_base"))
+    return parts.layered(config, attention, parts.gated_mlp(config), norm, scale=config.number("scale_depth") / layers**0.5,
+                         embedding=family.EmbeddingSpec(config.number("scale_emb")), head=head)
+
+
+def smollm3(config: Config) -> ModelSpec:
+    """Every fourth layer rotates nothing (NoPE)."""
+    norm, bias, layers = parts.rms_norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
+    turn, every = rope(config, parts.head_size(config), theta=2000000.0), config.integer("no_rope_layer_interval", 4)
+    # Despite its name, a 1 in no_rope_layers is a layer that rotates.
+    turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1")
+    turns = [(i + 1) % every != 0 for i in range(layers)] if turns is None else turns
+    width = config.nullable_integer("sliding_window", 0) if config.flag("use_sliding_window", False) else 0
+    attentions = [parts.attention(config, rope=turn if turned else None, window=window, bias=bias) for turned, window
+                  in zip(turns, config.windows(lambda layer: not turns[layer], width), strict=True)]
+    return parts.layered(config, attentions, parts.gated_mlp(config, bias=config.flag("mlp_bias", False)), norm)
+
+
 APERTUS = (
     *Rule.named("model.layers.#.", {"attention_layernorm.weight": "attention.pre.weight",
         "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", rules.flat)}),
     *rules.EMBEDDING, *rules.ATTENTION, *rules.MLP,
+)
+BAICHUAN = (
+    Rule("lm_head.weight", "head.weight", _normalised),
+    Rule("model.layers.#.self_attn.W_pack.weight", "blocks.#.attention.qkv.weight"),
+    *rules.LLAMA,
+)
+COHERE = (
+    Rule("model.layers.#.self_attn.q_norm.weight", "blocks.#.attention.q_norm.weight", rules.flat),
+    Rule("model.layers.#.self_attn.k_norm.weight", "blocks.#.attention.k_norm.weight", rules.flat),
+    *rules.LLAMA,
 )
 HUNYUAN = (
     Rule("model.layers.#.self_attn.query_layernorm.weight", "blocks.#.attention.q_norm.weight"),
@@ -151,6 +216,10 @@ LIKE = (
          partial(spec, mlp=parts.plain_mlp, theta=12000000.0, normed="before"), APERTUS),
     Like(("ArceeForCausalLM",), ("arcee",), {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
          partial(spec, mlp=parts.plain_mlp)),
+    Like(("BaichuanForCausalLM", "BaiChuanForCausalLM"), ("baichuan",), {"hidden_act": "silu", "max_position_embeddings": 4096},
+         baichuan, BAICHUAN),
+    Like(("CohereForCausalLM", "Cohere2ForCausalLM"), ("cohere", "cohere2"),
+         {"hidden_act": "silu", "max_position_embeddings": 8192}, cohere, COHERE),
     Like(("CwmForCausalLM",), ("cwm",),
          {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
           "rms_norm_eps": 1e-5, "sliding_window": 8192},
@@ -168,6 +237,10 @@ LIKE = (
     Like(("Jais2ForCausalLM",), ("jais2",),
          {"hidden_act": "relu2", "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
          partial(spec, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=500000.0), rules.LAYER_NORM_LLAMA),
+    Like(("MiniCPMForCausalLM", "MiniCPM3ForCausalLM"), ("minicpm", "minicpm3"),
+         {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "scale_emb": 12, "scale_depth": 1.4,
+          "dim_model_base": 256}, minicpm,
+         (*rules.EMBEDDING, *rules.LATENT_ATTENTION, *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)),
     # Mistral 3, of whose checkpoints with vision the text part is used, may be Mistral Small 3, which is Mistral.
     Like(("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), ("ministral3", "mistral3"),
          {"hidden_act": "silu", "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128,
@@ -190,6 +263,9 @@ LIKE = (
     Like(("SeedOssForCausalLM",), ("seed_oss",),
          {"hidden_act": "silu", "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128,
           "attention_bias": True, "attention_out_bias": False}, spec),
+    Like(("SmolLM3ForCausalLM",), ("smollm3",),
+         {"hidden_act": "silu", "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True},
+         smollm3),
     Like(("StableLmForCausalLM", "StableLMEpochForCausalLM"), ("stablelm", "stablelm_epoch"),
          {"hidden_act": "silu", "max_position_embeddings": 4096}, stablelm, STABLELM),
     Like(("Starcoder2ForCausalLM",), ("starcoder2",),

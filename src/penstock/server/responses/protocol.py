@@ -25,12 +25,9 @@ Item = dict[str, Any]
 Input = str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)]
 
 
-class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(protocol.JsonSchema, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
     name: str
     schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-    """A schema is always enforced to the letter."""
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -47,16 +44,12 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     generate_summary: str | None = None
 
 
-class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
-    name: Annotated[str, Meta(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class FunctionTool(protocol.Function, kw_only=True, omit_defaults=False, tag_field="type", tag="function"):
+    pass
 
 
-class Grammar(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
-    definition: Annotated[str, Meta(min_length=1)]
-    syntax: Literal["lark", "regex"]
+class Grammar(protocol.Grammar, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    pass
 
 
 class CustomTool(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
