@@ -28,7 +28,7 @@ from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeTiers, FakeWorker, expected
 
 WORKLOADS = 1600
-SHARDS = 8
+SHARDS = 16
 
 
 def _states(rng: random.Random) -> list[StateSpec]:
