@@ -280,7 +280,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     limits: list[float] = []
     """Seconds of steps by what bound them, as in `scheduler/step.py::LIMITS`."""
     step_time: list[float] = []
-    """The model of step time: the weights of `core/steptime.py::TERMS`, in seconds."""
+    """The model of step time, as `core/steptime.py::StepTime.usual`: weights of TERMS, in seconds."""
     step_time_error: float = 0.0
     """Its recent error: |predicted - measured| / measured, on average."""
     adapters: dict[str, list[int]] = {}

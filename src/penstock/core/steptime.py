@@ -38,6 +38,8 @@ _STARTLING = 2.0
 _RESCALED = 1e6
 _UNUSUAL = 3.0
 """A step that took more than so many times its prediction weighs by its own time, a shorter one by at most as many times it."""
+_USUAL = 2000
+"""Steps over which `usual` is averaged."""
 _SOLVE, _SOLVE_MOST, _SOLVE_SECONDS = 8, 64, 0.05
 """Steps that are learned from together, once there have been some: as many as take 50 ms, so that fitting costs little."""
 
@@ -70,6 +72,8 @@ class StepTime:
         `chunk`: the most tokens of a prompt that a step computes."""
         size = len(TERMS)
         self.weights = list(weights) or [0.0] * size
+        self.usual = np.array(self.weights)
+        """Their mean: `weights` follow the newest steps, of which there are too few to predict hours."""
         self.buckets = list(buckets)
         self.chunk = min(2048, chunk)
         self.error = 0.0
@@ -163,6 +167,7 @@ class StepTime:
                     array /= self._weight ** 2
             self._weight = 1.0
         self.weights = self._solved()
+        self.usual += min(1.0, max(2 * len(loads) / self.steps, len(loads) / _USUAL)) * (self.weights - self.usual)
 
     def _terms(self, load: Load) -> list[float]:
         """Without NumPy, because a single load is asked for several times for each request that arrives."""

@@ -304,7 +304,7 @@ class Scheduler:
         stats.running, stats.waiting, stats.in_flight = len(self.running), len(self.waiting), len(self.in_flight)
         stats.pages_used, stats.kv_usage = self.cache.pools.slabs_live, self.cache.usage
         stats.tiers = self.cache.stats()
-        stats.step_time, stats.step_time_error = self.times.weights, self.times.error
+        stats.step_time, stats.step_time_error = self.times.usual.tolist(), self.times.error
         return stats
 
     def check(self) -> None:

@@ -106,3 +106,16 @@ def test_times_that_scatter_are_predicted_by_their_mean() -> None:
     for _ in range(600):
         times.learn(load, truth(load) * draw.choice([0.75, 0.85, 1.0, 1.4]))
     assert times.seconds(load) == pytest.approx(truth(load), rel=0.04)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_usual_model_predicts_hours(slow: int) -> None:
+    """A device that is slower for spells: the newest steps say what the next one takes, their mean what many take."""
+    draw, times, seen = random.Random(5), StepTime(), list[tuple[Load, float]]()
+    for i in range(6000):
+        load = some(draw, i % 2 == 0)
+        seen.append((load, truth(load) * (1.4 if i // 100 % 2 == slow else 1.0) * draw.uniform(0.8, 1.2)))
+        times.learn(*seen[-1])
+    usual, took = StepTime(times.usual.tolist()), sum(seconds for _, seconds in seen[-3000:])
+    assert sum(usual.seconds(load) for load, _ in seen[-3000:]) == pytest.approx(took, rel=0.03)
+    assert abs(sum(times.seconds(load) for load, _ in seen[-3000:]) / took - 1) > 0.08
