@@ -371,6 +371,31 @@ def test_a_first_token_that_came_late_makes_the_forecast_careful() -> None:
     assert found[0] == found[1] < found[2] - 0.1 and errors.deviations > 4
 
 
+def test_answers_slower_than_promised_shorten_steps() -> None:
+    """A part of the promise between tokens is kept free once answers broke it, by class, until others have kept it."""
+    policy = Promises({"": Service(), "fast": Service(tpot=0.02), "calm": Service(tpot=0.1)}, COST.times(), 20.0)
+
+    def answered(gap: float, tier: str = "fast") -> None:
+        sequence = Sequence(asked("a", 100, tier), 0, 0, 200)
+        policy.arrive(sequence)
+        sequence.tokens += range(11)
+        sequence.timings.first_token, sequence.timings.finished = 1.0, 1.0 + 10 * gap
+        policy.end(sequence)
+
+    groups = ["fast\n", "calm\n"]
+    assert policy.tightest(groups) == 0.02 and policy.tightest(["calm\n"]) == 0.1
+    for _ in range(5):
+        answered(0.03)
+    tight = policy.tightest(groups)
+    assert tight is not None and 0.018 < tight < 0.0195 and policy.tightest(["calm\n"]) == 0.1
+    for _ in range(100):
+        answered(0.03)
+    assert policy.tightest(groups) == pytest.approx(0.012)
+    for _ in range(20_000):
+        answered(0.01)
+    assert policy.tightest(groups) == pytest.approx(0.02)
+
+
 def test_scattered_steps_keep_the_promises_of_those_taken_in() -> None:
     """At up to three times the load, on a device whose steps take a third more or less, slower for spells, 98 of 100 keep both
     promises (99 where errors are known), and as many are served as at any smaller load."""

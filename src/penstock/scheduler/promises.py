@@ -31,6 +31,9 @@ _OUTPUT = 4.0
 """Cost of an output token in prompt tokens, until the model of step time knows."""
 _FULL = 0.75
 """Part of a promise between tokens that a step without prompts may take: they need the rest."""
+_SLOWER, _KEPT, _SPARE = 0.01, -0.00004, 0.4
+"""Change of the part of a promise between tokens that is kept free, for each answer that was slower and not: it comes to rest
+where one of 250 is. The most of it."""
 _URGENT = 5
 """Steps before a prompt must start at which others make room for it."""
 
@@ -62,6 +65,8 @@ class Promises(Policy):
         self._following: Counter[str] = Counter()
         """Prompts behind the first of each batch."""
         self._forecast = Forecast(classes, times)
+        self._spare = dict.fromkeys(classes, 0.0)
+        """Part of promises between tokens that steps leave free, by class, as answers have been found to keep them."""
 
     def service(self, sequence: Sequence) -> Service:
         """The class of a sequence."""
@@ -114,6 +119,10 @@ class Promises(Policy):
 
     def end(self, sequence: Sequence) -> None:
         tenant, tier = sequence.request.tenant, sequence.request.tier
+        gaps, promised = sequence.known - sequence.prompt_len - 1, self.classes[tier].tpot
+        if gaps > 0 and promised is not None:
+            slower = sequence.timings.finished - sequence.timings.first_token > gaps * promised
+            self._spare[tier] = min(_SPARE, max(0.0, self._spare[tier] + (_SLOWER if slower else _KEPT)))
         if sequence.request.follows:
             self._following -= Counter([sequence.request.follows])
         self._forecast.ended += sequence.row >= 0
@@ -209,8 +218,10 @@ class Promises(Policy):
         return -self.service(sequence).weight
 
     def tightest(self, groups: Iterable[str]) -> float | None:
-        found = [self.classes[group.partition("\n")[0]].tpot for group in groups]
-        promised = [tpot for tpot in found if tpot is not None and tpot < math.inf]
+        tiers = [group.partition("\n")[0] for group in groups]
+        found = [self.classes[tier].tpot for tier in tiers]
+        promised = [(1 - self._spare[tier]) * tpot for tier, tpot in zip(tiers, found, strict=True)
+                    if tpot is not None and tpot < math.inf]
         return min(promised) if promised else (math.inf if found and None not in found else None)
 
     def bearable(self, load: Load, tightest: float | None) -> bool:

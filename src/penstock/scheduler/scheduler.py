@@ -273,6 +273,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, update: Update, now: float) -> None:
         """Ends a sequence: frees its row and pages, and queues its last update."""
         sequence.done = True
+        sequence.timings.finished = now
         self.policy.end(sequence)
         siblings = self._requests[sequence.request.id]
         del siblings[sequence.index]
@@ -287,7 +288,6 @@ class Scheduler:
             self.queues.wait(child)
         sequence.children = []
         sequence.enter("queued", now)
-        sequence.timings.finished = now
         update.timings = sequence.timings
         self._news.append(update)
 
