@@ -269,3 +269,20 @@ def test_score(lines: int, vocab: int, top: int) -> None:
         known = wanted[1] > -torch.inf  # among equals, as those of no probability are, any order is right
         assert torch.equal(found[0].cpu()[known], wanted[0][known]) and torch.equal(found[2].cpu()[known], wanted[2][known])
         torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize(("lines", "vocab", "width"), [(1, 61, 1), (5, 9001, 3), (9, 131, 140)])
+def test_score_of_named_tokens(lines: int, vocab: int, width: int) -> None:
+    """Several tokens of each line, in more pairs than are scored at a time, also -1 and one token twice."""
+    logits = random(lines + 2, vocab, seed=vocab) * 5
+    tokens = torch.randint(-1, vocab, (lines, width), generator=torch.Generator().manual_seed(1)).int()
+    for chosen in (None, torch.arange(lines + 2, dtype=torch.int32)[2:]):
+        these = logits[:lines] if chosen is None else logits
+        wanted = REFERENCE.score(these, tokens, 0, chosen)
+        found = TRITON.score(_there(these, 3), tokens.to(DEVICE), 0, None if chosen is None else chosen.to(DEVICE))
+        assert torch.equal(found[0].cpu(), wanted[0]) and torch.equal(found[2].cpu(), wanted[2])
+        torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=1e-6, atol=4e-6)
+        rows = these if chosen is None else these[chosen.long()]
+        for column in range(width):
+            one = REFERENCE.score(rows, tokens[:, column], 0)
+            assert all(torch.equal(whole[:, column], alone[:, 0]) for whole, alone in zip(wanted, one, strict=True))

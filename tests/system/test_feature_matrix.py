@@ -38,6 +38,8 @@ FEATURES: dict[str, Feature] = {
     "n": Feature({"n": 2}, ("n ", "n is"), lambda answer: len(answer["choices"]) == 2),
     "logprobs": Feature({"logprobs": True, "top_logprobs": 2}, ("logprobs",), lambda answer: all(
         len(line["top_logprobs"]) == 2 for line in first(answer)["logprobs"]["content"])),
+    "named logprobs": Feature({"logprobs": True, "logprob_token_ids": [5, 300]}, ("logprob",), lambda answer: all(
+        len(line["top_logprobs"]) == 2 for line in first(answer)["logprobs"]["content"])),
     "prompt_logprobs": Feature({"prompt_logprobs": 1}, ("prompt_logprobs",), lambda answer: len(answer["prompt_logprobs"]) > 3),
     "schema": Feature({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
                       ("response_format", "format", "structured_outputs", "grammar", "schema"),

@@ -58,6 +58,7 @@ COMMON: dict[str, list[Any]] = {
     "logit_bias": [[], "a", {"a": 1}, {"1": "b"}, {"1": 101}, {"1": -101}, {"9999999": 1}, {"-1": 1}],
     "allowed_token_ids": [[], "a", [-1], [10**6]],
     "bad_words": ["a", [""], [1], ["a"] * 1001],
+    "logprob_token_ids": [[], "a", [-1], [1.5], [5], [10**6]],
     "min_tokens": [-1, 1.5, "3", 1000],
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,

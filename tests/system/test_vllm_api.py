@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.data import MODELS, need
 from tests.system.served import TEMPLATE, Served, error_of, served
@@ -90,6 +92,53 @@ def test_several_conversations(server: Served) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}
     held = server.post("/v1/chat/completions/batch", messages=chats, response_format=schema).json()["choices"]
     assert len(held) == 3 and all(json.loads(choice["message"]["content"]) in ("yes", "no") for choice in held)
+
+
+def test_log_probabilities_of_named_tokens(server: Served) -> None:
+    """Those of logprob_token_ids, each once, are the softmax of transformers, in every kind of answer."""
+    ids, named = server.post("/tokenize", prompt="Once upon a time").json()["tokens"], [300, 7, 300, 41]
+    model = AutoModelForCausalLM.from_pretrained(need(MODELS / "stories260k"), dtype=torch.float32)
+    asked = {"prompt": ids, "temperature": 0, "max_tokens": 3, "logprob_token_ids": named, "return_tokens_as_token_ids": True,
+             "return_token_ids": True}
+    whole = server.complete(**asked, logprobs=5)["choices"][0]
+    exact = model(torch.tensor([ids + whole["token_ids"]])).logits[0, len(ids) - 1:].log_softmax(-1)
+    tops = whole["logprobs"]["top_logprobs"]
+    for place, (token, top) in enumerate(zip(whole["token_ids"], tops, strict=True)):
+        assert {int(name.removeprefix("token_id:")) for name in top} == {token, 300, 7, 41}
+        for name, value in top.items():
+            assert value == pytest.approx(exact[place, int(name.removeprefix("token_id:"))].item(), abs=2e-2)
+    events = server.post("/v1/completions", **asked, logprobs=0, n=2, stream=True).text.split("\n\n")[:-2]
+    streamed: dict[int, list[Any]] = {0: [], 1: []}
+    for choice in (json.loads(event.removeprefix("data: "))["choices"][0] for event in events):
+        streamed[choice["index"]] += choice["logprobs"]["top_logprobs"]
+    assert streamed == {0: tops, 1: tops}
+    body = {**CHAT, **{name: value for name, value in asked.items() if name != "prompt"}, "logprobs": True}
+    alone = chat(server, **body, top_logprobs=1)["choices"][0]["logprobs"]["content"]
+    assert [[entry["token"] for entry in line["top_logprobs"]] for line in alone] == [
+        ["token_id:300", "token_id:7", "token_id:41"]] * 3
+    both = server.post("/v1/chat/completions/batch", **{**body, "messages": [CHAT["messages"]] * 2}).json()["choices"]
+    assert [one["logprobs"]["content"] for one in both] == [alone] * 2
+    made = server.post("/inference/v1/generate", token_ids=ids, sampling_params={
+        "temperature": 0, "max_tokens": 3, "logprob_token_ids": named}).json()["choices"][0]
+    assert [[entry["logprob"] for entry in line["top_logprobs"]] for line in made["logprobs"]["content"]] == [
+        [top[f"token_id:{token}"] for token in (300, 7, 41)] for top in tops]
+    echoed = server.complete(**asked, logprobs=1, echo=True)["choices"][0]["logprobs"]["top_logprobs"]
+    assert echoed[len(ids):] == tops and all(len(top) <= 2 for top in echoed[1:len(ids)]), "of a prompt, the most likely ones"
+
+
+@pytest.mark.parametrize("body, words", [
+    ({"logprob_token_ids": []}, "logprob_token_ids"), ({"logprob_token_ids": [5], "logprobs": None}, "logprob_token_ids"),
+    ({"logprob_token_ids": list(range(21))}, "number of logprob_token_ids is 21; at most 20"),
+    ({"logprob_token_ids": list(range(300_000))}, "logprob_token_ids"), ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [10**6]}, "logprob_token_ids names token 1000000"),
+    ({"logprob_token_ids": "5"}, "logprob_token_ids"),
+    ({"logprob_token_ids": [5], "use_beam_search": True}, "logprob_token_ids"),
+    ({"logprob_token_ids": [5], "echo": True, "max_tokens": 0}, "logprob_token_ids"),
+    ({"logprob_token_ids": list(range(20)), "prompt": ["a"] * 1000}, "16384"),
+])
+def test_refused_names_of_tokens(server: Served, body: dict[str, Any], words: str) -> None:
+    answer = server.post("/v1/completions", **{"prompt": "Once", "max_tokens": 2, "logprobs": 1, **body})
+    assert answer.status_code == 400 and words in error_of(answer)["message"], answer.text
 
 
 @pytest.mark.parametrize("body, param", [

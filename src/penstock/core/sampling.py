@@ -43,7 +43,8 @@ _RANGES = {"n": (1, MAX_N), "presence_penalty": (-2, 2), "frequency_penalty": (-
 
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
                  "stop": None, "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "bad_words_token_ids": None,
-                 "prompt_logprobs": None, "structured_outputs": None, "grammar": None, "max_thinking_tokens": None}
+                 "prompt_logprobs": None, "logprob_token_ids": None, "structured_outputs": None, "grammar": None,
+                 "max_thinking_tokens": None}
 """Parameters that beam search does not support, with the defaults that they must keep."""
 
 
@@ -110,6 +111,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Report the log probability of each chosen token and of this many most likely alternatives. [0, max_logprobs]."""
     prompt_logprobs: int | None = None
     """Report log probabilities of the prompt's tokens, as `logprobs` does for generated ones. [0, max_logprobs]."""
+    logprob_token_ids: list[int] | None = None
+    """Report the log probabilities of these tokens, each once, instead of the most likely ones; `logprobs` is their number."""
     detokenize: bool = True
     """False leaves `text` empty."""
     skip_special_tokens: bool = True
@@ -145,6 +148,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     with them if they are one token. None: the prompt has begun it. Needs `reasoning_end_ids`."""
     max_thinking_tokens: int | None = None
     """Number of thinking tokens after which the end of thinking is forced, once. Needs `reasoning_end_ids`."""
+
+    def __post_init__(self) -> None:
+        if self.logprob_token_ids:
+            self.logprob_token_ids = list(dict.fromkeys(self.logprob_token_ids))
+            self.logprobs = len(self.logprob_token_ids)
 
     @property
     def constrained(self) -> bool:
@@ -237,7 +245,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         named: list[tuple[str, list[int]]] = [
             ("logit_bias", list(self.logit_bias or {})),
             ("allowed_token_ids", self.allowed_token_ids or []),
-            ("stop_token_ids", self.stop_token_ids or []),
+            ("stop_token_ids", self.stop_token_ids or []), ("logprob_token_ids", self.logprob_token_ids or []),
             ("reasoning_end_ids", self.reasoning_end_ids or []), ("reasoning_start_ids", self.reasoning_start_ids or []),
             ("bad_words", [t for word in self.bad_words_token_ids or [] for t in word]),
         ]

@@ -265,7 +265,10 @@ class Inputs:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             if wanted is not None and wanted > self.max_logprobs:
-                raise RequestError(f"{name} is {wanted}; at most {self.max_logprobs} are possible (--max-logprobs)", param=name)
+                if name == "logprobs" and params.logprob_token_ids:
+                    name = "the number of logprob_token_ids"
+                raise RequestError(f"{name} is {wanted}; at most {self.max_logprobs} are possible (--max-logprobs)",
+                                   param=name.split()[-1])
         return params
 
     def spelled(self, params: SamplingParams) -> SamplingParams:

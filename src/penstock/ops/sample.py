@@ -240,14 +240,14 @@ class SampleOps:
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids (int32), log probabilities (float32) and ranks (int32), each [L, 1 + top]: of `tokens` [L] int32 first, then of
-        the `top` most likely, under the softmax of the logits' `lines` [L] int32 (None: of all).
+        """Ids (int32), log probabilities (float32) and ranks (int32), each [L, M + top]: of `tokens` [L, M] int32 first, or [L]
+        with M 1, then of the `top` most likely, under the softmax of the logits' `lines` [L] int32 (None: of all).
 
         A rank is 1 + how many tokens are more likely. A token below 0 (NOT_FINITE) is scored as token 0."""
         x = (logits if lines is None else logits[lines.long()]).float().log_softmax(-1)
-        mine = tokens.long().clamp(min=0)[:, None]
+        mine = tokens.long().clamp(min=0).view(len(tokens), -1)
         value = x.gather(1, mine)
-        rank = (x > value).sum(-1, keepdim=True) + 1
+        rank = 1 + torch.cat([(x > one).sum(-1, keepdim=True) for one in value.split(1, 1)], 1)
         best = x.topk(min(top, x.shape[1]), -1)
         ranks = torch.arange(1, best.indices.shape[1] + 1, device=x.device).expand(len(mine), -1)
         return (torch.cat((mine, best.indices), 1).int(), torch.cat((value, best.values), 1), torch.cat((rank, ranks), 1).int())

@@ -17,6 +17,8 @@ _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
 _PARTS = 256
 """A line has at most so many parts, unless the vocabulary is huge: one compiled kernel serves all numbers of lines."""
 _SLOTS = 32
+_PAIRS = 1024
+"""Pairs of a line and a named token that are scored at a time. Bounds the memory of their partial results."""
 """The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS, for beams."""
 _GROUP = 32
 """Logits rows whose tokens are counted at a time, which bounds the memory of penalties."""
@@ -124,8 +126,14 @@ class TritonSample(SampleOps):
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from penstock.ops import sample_kernels as kernels
 
-        if top > _SLOTS:
+        if top > _SLOTS or (top and tokens.dim() > 1):
             return super().score(logits, tokens, top, lines)
+        if tokens.dim() > 1:
+            each = torch.arange(len(tokens), dtype=torch.int32, device=logits.device) if lines is None else lines
+            pairs = zip(tokens.flatten().split(_PAIRS), each[:, None].expand(tokens.shape).flatten().split(_PAIRS), strict=True)
+            blocks = zip(*(self.score(logits, some, 0, where) for some, where in pairs), strict=True)
+            ids, values, ranks = (torch.cat(block).view(tokens.shape) for block in blocks)
+            return ids, values, ranks
         stride, shape, link = _strided(logits)
         count, parts, top = len(tokens), -(-shape["vocab"] // _TILE), min(top, shape["vocab"])
 

@@ -46,6 +46,14 @@ class Parameters:
         """Number of top log probabilities that the row asks for per token."""
         return self._params[row].logprobs or 0
 
+    def named(self, rows: Ints) -> Ints:
+        """[L, w] the tokens whose log probabilities the rows ask for by id, filled up with -1; w is 0 where none does so."""
+        lists = [self._params[row].logprob_token_ids or () for row in rows.tolist()]
+        ids = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
+        for line, known in zip(ids, lists, strict=True):
+            line[:len(known)] = known
+        return ids
+
     def prompt_logprobs(self, row: int) -> int:
         """Number of top log probabilities that the row asks for per prompt token."""
         return self._params[row].prompt_logprobs or 0

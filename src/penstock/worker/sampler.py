@@ -173,8 +173,8 @@ class Sampler:
                 return Sampled(self._choose(logits, lines.row, lines.position, least, out, None), None)
             logits = self._model.whole(logits)
         picks = [np.flatnonzero(features & which) for which in (_EDITED, int(Feature.PENALTY), int(Feature.LOGPROBS))]
-        edited, penalized, asking = self._bring(picks)
         rows, parameters = self._rows, self._rows.parameters
+        edited, penalized, asking, named = self._bring([*picks, parameters.named(lines.rows[picks[2]]).ravel()])
         own: tuple[torch.Tensor, torch.Tensor | None] = logits, asking
         if len(asking) and (masks is not None or (features[picks[2]] & _CHANGED).any()):
             own = logits[asking.long()], None
@@ -191,6 +191,11 @@ class Sampler:
             return Sampled(tokens, None, drawn)
         top = max(map(parameters.logprobs, lines.rows[picks[2]].tolist()))
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
+        if len(named):
+            ids = named.view(len(asking), -1)
+            for there, one in zip(found, self._ops.score(own[0], ids, 0, own[1]), strict=True):
+                natural = there[:, 1:1 + ids.shape[1]]
+                natural.copy_(torch.where(ids >= 0, one, natural))
         return Sampled(tokens, Scores([(lines.segments[picks[2]], lines.positions[picks[2]], found)]), drawn)
 
     def mask_room(self, lines: int, words: int) -> Ints:
@@ -219,8 +224,8 @@ class Sampler:
         there = staging.device(size)
         self._ops.mask(logits, there[:count * words].view(count, words), there[count * words:])
 
-    def _bring(self, lists: list[npt.NDArray[np.int64]]) -> tuple[torch.Tensor, ...]:
-        """Uploads lists of row indices in one copy. Returns them as int32 device tensors."""
+    def _bring(self, lists: list[npt.NDArray[np.integer]]) -> tuple[torch.Tensor, ...]:
+        """Uploads lists of row indices or token ids in one copy. Returns them as int32 device tensors."""
         size = sum(map(len, lists))
         if size:
             self._staging.host(size)[:size] = np.concatenate(lists)

@@ -38,6 +38,35 @@ def _sample(logits: torch.Tensor, rows: Rows, tokens: list[list[int]], which: li
     return Sampler(SampleOps(), rows).launch(logits[which].clone(), lines).tokens().tolist()
 
 
+def test_scores_of_named_tokens() -> None:
+    """Rows that name tokens, rows that ask for the most likely ones and rows that ask for nothing, in one step, with and
+    without what changes logits before the draw: each gets its own, of the model's own logits."""
+    logits, tokens = torch.randn(5, V, generator=torch.Generator().manual_seed(3)) * 4, [[1, 2, 3]] * 5
+    changes: list[dict[str, Any]] = [{}, {"logit_bias": {5: 50.0}}]
+    for more in changes:
+        params = [SamplingParams(temperature=0, logprob_token_ids=[40, 7], logprobs=2, **more),
+                  SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0),
+                  SamplingParams(temperature=0, logprob_token_ids=[9], logprobs=1), SamplingParams(temperature=0, logprobs=0)]
+        rows = _rows(tokens, [3] * 5, params)
+        places = np.full(5, 3, np.int32)
+        row = np.arange(5, dtype=np.int32)
+        lines = LogitsRows(np.arange(5), row, places, torch.from_numpy(row), torch.from_numpy(places))
+        sampled = Sampler(SampleOps(), rows).launch(logits.clone(), lines)
+        assert sampled.scores is not None
+        found, chosen = sampled.scores.logprobs(), sampled.tokens().tolist()
+        assert found is not None and found.segments.tolist() == [0, 1, 3, 4]
+        assert chosen[0] == (5 if more else int(logits[0].argmax()))
+        exact = logits.double().log_softmax(-1)
+        likely = logits[1].argsort(descending=True)[:3].tolist()
+        asked: list[tuple[int, list[int]]] = [(0, [40, 7]), (1, likely), (3, [9]), (4, [])]
+        for line, (segment, ids) in enumerate(asked):
+            wanted = [chosen[segment], *ids]
+            assert found.ids[line, :len(wanted)].tolist() == wanted
+            assert found.values[line, :len(wanted)] == pytest.approx(exact[segment, wanted].numpy(), abs=1e-5)
+            assert found.ranks[line, :len(wanted)].tolist() == [
+                1 + int((logits[segment] > logits[segment, token]).sum()) for token in wanted]
+
+
 def _frequencies(params: SamplingParams, logits: torch.Tensor, tokens: list[int], prompt: int) -> torch.Tensor:
     """How often each token is drawn over many seeds."""
     counts = torch.zeros(V)

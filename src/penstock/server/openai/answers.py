@@ -130,13 +130,14 @@ class ChoicesAnswer(ABC):
             growth.token_ids += delta.token_ids
             if delta.logprobs:
                 growth.logprobs += delta.logprobs
-            if delta.prompt_logprobs is not None:
-                growth.prompt_logprobs = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 growth.finish_reason, growth.stop_reason = delta.finish_reason, delta.stop_reason
 
     def choice_of(self, delta: Delta) -> int:
-        """The index of the choice that a delta belongs to. Adds its cached tokens to the usage."""
+        """The index of the choice that a delta belongs to. Adds its cached tokens to the usage, and keeps the scores of
+        its prompt."""
+        if delta.prompt_logprobs is not None:
+            self.growths[self.first[delta.request_id]].prompt_logprobs = delta.prompt_logprobs
         if delta.cached_tokens and delta.index == 0:
             self.cached_tokens += delta.cached_tokens
             for tier, tokens in (delta.cached_by_tier or {}).items():
@@ -172,5 +173,4 @@ def _joined(parts: list[Delta]) -> Delta:
         return parts[0]
     return msgspec.structs.replace(
         parts[-1], text="".join([one.text for one in parts]), token_ids=[token for one in parts for token in one.token_ids],
-        logprobs=[line for one in parts for line in one.logprobs or ()] or None,
-        prompt_logprobs=next((one.prompt_logprobs for one in parts if one.prompt_logprobs), None))
+        logprobs=[line for one in parts for line in one.logprobs or ()] or None)

@@ -71,13 +71,6 @@ class CompletionAnswer(ChoicesAnswer):
         self._tokenizer = tokenizer
         """None: an event without text reports that a token was generated."""
         self._offsets: dict[int, Offsets] = {}
-        self._scores: dict[str, list[Any]] = {}
-
-    def events(self, deltas: list[Delta]) -> bytes:
-        for delta in deltas:
-            if delta.prompt_logprobs is not None:
-                self._scores[delta.request_id] = delta.prompt_logprobs
-        return super().events(deltas)
 
     def event(self, index: int, delta: Delta, parts: Sequence[Delta] = ()) -> bytes:
         growth = self.growths[index]
@@ -120,9 +113,12 @@ class CompletionAnswer(ChoicesAnswer):
             if prompt is not None:
                 ids, offsets = [*request.prompt_ids, *ids], [*prompt.offsets, *offsets]
                 # The first token of a prompt has no score.
-                scored = [None, *self._scores.get(request.id, []), *scored]
+                scored = [None, *self._prompt_scores(index), *scored]
             choice.logprobs = completion_logprobs(ids, offsets, scored, self.namer)
         return choice
+
+    def _prompt_scores(self, index: int) -> list[TokenLogprobs]:
+        return self.growths[index - index % self.n].prompt_logprobs or []
 
     def _offsets_of(self, index: int) -> Offsets:
         """Text offsets of a choice's generated tokens."""
@@ -144,8 +140,6 @@ class CompletionAnswer(ChoicesAnswer):
                           service_tier=self.service_tier, usage=usage, ledger=ledger)
 
     def whole(self) -> Completion:
-        for request, growth in zip(self.requests, self.growths[::self.n], strict=True):
-            self._scores[request.id] = growth.prompt_logprobs or []
         answer = self._completion([self._whole_choice(i, growth) for i, growth in enumerate(self.growths)], self.usage(),
                                   self.ledger)
         answer.kv_transfer_params = None
@@ -157,7 +151,7 @@ class CompletionAnswer(ChoicesAnswer):
         if not self.want_ids:
             choice.token_ids = choice.prompt_token_ids = None
         if self.want_prompt_logprobs:
-            choice.prompt_logprobs = prompt_entries(self._scores[self.requests[index // self.n].id], self.namer)
+            choice.prompt_logprobs = prompt_entries(self._prompt_scores(index), self.namer)
         return choice
 
 
@@ -188,6 +182,8 @@ def check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(f"best_of cannot be honoured: answers are not ranked; leave it out, or make it n ({body.n or 1})",
                            param="best_of", code="unsupported_parameter")
+    if body.logprob_token_ids and body.max_tokens == 0:
+        raise RequestError("logprob_token_ids are about generated tokens, and max_tokens is 0", param="logprob_token_ids")
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1; 0 is only possible with echo", param="max_tokens")
 

@@ -201,6 +201,8 @@ class GenerationFields(StructureFields, kw_only=True, forbid_unknown_fields=True
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)] | None = None
     bad_words: Annotated[list[Word], Meta(max_length=1000)] | None = None
     prompt_logprobs: Top | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MOST_LOGPROBS)] | None = None
+    """Report the log probabilities of these tokens instead of the most likely ones. Needs logprobs."""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     """Keep only this many of the prompt's tokens; -1 keeps as many as fit."""

@@ -14,7 +14,7 @@ from penstock.server.openai.structured import structure_of
 
 SAME_NAME = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "logit_bias",
-             "allowed_token_ids", "bad_words", "skip_special_tokens", "prompt_logprobs")
+             "allowed_token_ids", "bad_words", "skip_special_tokens", "prompt_logprobs", "logprob_token_ids")
 """Fields with the same name and meaning in a body and in SamplingParams."""
 
 
@@ -28,6 +28,8 @@ def sampling_params(body: GenerationFields, defaults: Mapping[str, Any], max_tok
         value = getattr(body, name)
         if value is not None:
             said[name] = value
+    if body.logprob_token_ids and logprobs is None:
+        raise RequestError("logprobs must be asked for when using `logprob_token_ids`", param="logprob_token_ids")
     structure = structure_of(body)
     return SamplingParams(**said, max_tokens=max_tokens, logprobs=logprobs,
                           structured_outputs=None if structure is None else structure[0])

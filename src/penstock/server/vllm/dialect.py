@@ -72,9 +72,8 @@ class TokensAnswer(ChoicesAnswer):
 
     def event(self, choice: int, delta: Delta, parts: Sequence[Delta] = ()) -> bytes:
         self.count(delta)
-        scored = self._scored(delta.logprobs or [])
         return event(Generated(self.id, [TokensChoice(choice, delta.token_ids, delta.finish_reason, delta.stop_reason,
-                                                      scored)]))
+                                                      self._scored(delta.logprobs or []))]))
 
     def last_events(self) -> bytes:
         return event(Generated(self.id, [], self.usage())) if self.usage_at_end else b""
@@ -116,8 +115,8 @@ class VLLM(OpenAIForm):
             raise RequestError(f"sampling_params: {error}", param="sampling_params") from None
         check_stream(asked)
         # With 0 the token's own score stands in its list, too.
-        params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens,
-                                 1 if asked.logprobs == 0 else asked.logprobs)
+        few = 1 if asked.logprobs == 0 or asked.logprob_token_ids else None
+        params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, asked.logprobs or few)
         requests = await prepare(state, http, [body.token_ids], params, asked, add_special_tokens=False)
         answer = TokensAnswer(body.request_id or http.scope["request_id"], state.name, requests, asked, namer(state, asked),
                               state.llm.info)
