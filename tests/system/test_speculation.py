@@ -653,12 +653,13 @@ def test_the_log_says_where_drafts_pay(caplog: pytest.LogCaptureFixture) -> None
     assert any(line.startswith("speculation is off at about 256 sequences") for line in found), found
 
 
-def test_the_drafter_does_not_read_prompts_where_drafts_are_hopeless() -> None:
+def test_the_drafter_reads_prompts_only_where_drafts_pay_or_nothing_is_known() -> None:
     clock = Clock(Adaptive(4, _times(1e-6)))
-    clock.run(256, LOADS[256], 200)
     assert clock.policy.reads_prompts
-    clock.run(512, [1, 0.7, 0.6, 0.5, 0.4], 200)
-    assert not clock.policy.reads_prompts
+    for rows, gains, reads in ((128, LOADS[128], True), (256, LOADS[256], False), (512, [1, 0.7, 0.6, 0.5, 0.4], False),
+                               (1, LOADS[1], True)):
+        clock.run(rows, gains, 200)
+        assert clock.policy.reads_prompts is reads, rows
 
 
 def test_the_policy_rests_where_no_draft_is_kept_and_begins_again_where_they_are() -> None:

@@ -46,7 +46,8 @@ class Batch:
             running.sort(key=lambda s: 2 if s in resting else s in apart)
         own = len(running) - len(apart | resting)
         head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
-        hinted = drafting.begin(len(running) // self._limits.stages)
+        coming = 0 if queues.crowded else min(len(queues.waiting), len(queues.rows))
+        hinted = drafting.begin((len(running) + coming) // self._limits.stages)
         spare = self.spare() if hinted else 0
         answering: list[Sequence] = []
         sequences, counts = step.sequences, step.counts

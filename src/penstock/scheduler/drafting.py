@@ -5,6 +5,7 @@ import math
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate
 from operator import mul
 
@@ -53,15 +54,17 @@ _NEWEST = 7
 """Steps of a kind whose median is what such a step takes."""
 _HOLD, _FIRST = 3, 2
 """Steps until the number of drafts may change, and while none with that number has been measured."""
-_BETTER, _AGE, _UNKNOWN = 1.01, 1 / 5000, 32
-"""Gain for which it does, what is added to the rate of a number for each step in which it was not tried, and how many times as
-much for the largest number before its first time."""
+_BETTER, _CLEAR, _MANY = 1.01, 0.064, 256
+"""Gain for which it does, and the further gain over none that so many sequences must have: the last of them to end needs more
+steps than the mean, and the drafter reads their prompts, neither of which a step of decoding shows."""
+_AGE, _UNKNOWN, _TRIALS = 1 / 5000, 32, 0.0025
+"""What is added to the rate of a number for each step in which it was not tried, how many times as much for the largest number
+before its first time, and the part of the time at a number of sequences that trials may lose."""
 _NEAR, _RETRY = 2, 400
-"""Half powers of two over which a known number of sequences speaks for others; steps until drafts are tried again where none of
-a trial could be measured."""
-_HOPELESS, _BELOW = 0.85, 0.7
-"""Gain below which the drafter does not even read prompts; part of the acceptance of all below which a sequence may have fewer
-drafts than others."""
+"""How many times as many sequences, or as few, a known number of them speaks for; steps until drafts are tried again where none
+of a trial could be measured."""
+_BELOW = 0.7
+"""Part of the acceptance of all below which a sequence may have fewer drafts than others."""
 _TAIL, _AHEAD = 3, 16
 """The tokens by which an answer is found in what its request predicts, and the most that are then expected."""
 
@@ -70,23 +73,26 @@ class _Size:
     """Measurements of steps of about one number of sequences, by their number of drafts."""
 
     def __init__(self, most: int) -> None:
-        self.steps = 0
-        """Planned."""
+        self.rows = self.steps = 0
+        """Sequences of the step measured last; steps planned."""
         self.newest = [deque[float]((), _NEWEST) for _ in range(most + 1)]
         """Seconds of steps."""
+        self.seconds = [0.0] * (most + 1)
+        """The medians of these; 0: never measured."""
         self.share = [1.0] * (most + 1)
         """Tokens that a step gave, of those expected by the acceptance."""
         self.tried = [0] * (most + 1)
         """The value of `steps` when they were last planned; 0: never."""
+        self.trials = [0] * (most + 1)
+        """Steps in which they were planned only to be measured."""
+        self.passed = 0.0
+        """Seconds of all steps."""
         self.told: bool | None = None
         """Whether the log says that drafts pay."""
 
-    def seconds(self) -> list[float]:
-        """Of steps with 0, 1, ... drafts: measured, or on a line between measured ones; beyond them on the last two's line."""
-        known = {number: sorted(newest)[(len(newest) - 1) // 2] for number, newest in enumerate(self.newest) if newest}
-        most, (before, last) = len(self.newest) - 1, list(known)[-2:]
-        known.setdefault(most, known[last] + max(0.0, known[last] - known[before]) * (most - last) / (last - before))
-        return list(map(float, np.interp(range(most + 1), list(known), list(known.values()))))
+    def hold(self, number: int) -> int:
+        """For how many steps a number is chosen."""
+        return _HOLD if self.newest[number] else _FIRST
 
 
 def _size(rows: int) -> int:
@@ -100,7 +106,8 @@ class Adaptive(DraftPolicy):
     For each number of sequences (in half powers of two) the median time of steps with 0, 1, ... drafts is kept, and the tokens
     that they gave: with an acceptance of a, k drafts give 1 + a + ... + a^k, times a measured share. Times of other numbers lie
     on a line, and one that would be best is thereby tried. The rates of numbers that are not tried grow slowly, so that each is
-    tried again, the seldomer the worse it was. A number of sequences that is new begins without drafts.
+    tried again, the seldomer the worse it was, and only if what trials lose stays a small part of the time: a new number's loss
+    is foreseen by the model of step time. A number of sequences far from all known ones begins without drafts.
 
     Where no drafts pay the drafter rests (many sequences, a CPU). With R tokens a second and c seconds for each further
     position, a sequence whose drafts are kept less often than others' has a j-th one only if a^j is above R * c, where a is
@@ -127,12 +134,13 @@ class Adaptive(DraftPolicy):
         return sum(self._accepted ** place for place in range(drafts + 1))
 
     def begin(self, rows: int) -> int:
+        rows = max(1, rows)
         moved, self._size = _size(rows) != self._size, _size(rows)
         one, before = self._sizes[self._size], self._drafts
         one.steps += 1
         if moved or not self._left:
             self._drafts = self._choice(rows)
-            self._left = _HOLD if one.newest[self._drafts] else _FIRST
+            self._left = one.hold(self._drafts)
         self._reads = before == 0 < self._drafts
         one.tried[self._drafts] = one.steps
         self._left -= 1
@@ -140,31 +148,65 @@ class Adaptive(DraftPolicy):
 
     def _choice(self, rows: int) -> int:
         """The number of drafts of the next steps."""
-        one, first = self._sizes[self._size], self._numbers[1]
-        if not one.newest[0]:
+        one, numbers = self._sizes[self._size], self._numbers
+        known, shares = self._known(rows)
+        if not known:
             return 0
-        # Where steps with drafts and steps without can be compared.
-        known = [size for size, found in self._sizes.items() if found.newest[0] and any(found.newest[1:])]
-        least = min(known, key=lambda size: abs(size - self._size), default=math.inf)
-        if abs(least - self._size) > _NEAR:
-            return first if not one.tried[first] or one.steps - one.tried[first] >= _RETRY else 0
-        near = self._sizes[int(least)]
-        # Tokens a second of one sequence, at this number of sequences or the nearest at which that is known.
-        rates = [share * self._expected(drafts) / seconds for drafts, (share, seconds) in enumerate(
-            zip(near.share, near.seconds(), strict=True))]
-        best, pays = max(self._numbers, key=rates.__getitem__), max(self._numbers[1:], key=rates.__getitem__)
-        self.reads_prompts = rates[pays] >= _HOPELESS * rates[0]
-        self._bar = self._times.slope(rows * (1 + best)) * rates[best] * rows
-        if near is one and one.told is not (best > 0):
-            one.told = best > 0
-            _log.info("speculation is %s at about %d sequences: %.0f tokens a second with drafts (%d), %.0f without",
-                      "on" if best else "off", rows, rates[pays] * rows, pays, rates[0] * rows)
-        ages = [one.steps - tried for tried in one.tried]
+        position = rows * self._times.slope(rows * (1 + self.most))
+        places, seconds = list(known), list(known.values())
+        rise = max(position, (seconds[-1] - seconds[-2]) / (places[-1] - places[-2])) if len(known) > 1 else position
+        every = np.arange(self.most + 1)
+        within, beyond = np.interp(every, places, seconds), np.maximum(0, every - places[-1])
+        tokens = np.array([share * self._expected(drafts) for drafts, share in enumerate(shares)])
+        # Tokens a second of one sequence.
+        rates = tokens / (within + rise * beyond)
+        pays, favour = max(numbers[1:], key=rates.__getitem__), np.ones(self.most + 1)
+        favour[self._drafts] = _BETTER
+        favour[0] = _BETTER + _CLEAR * min(1.0, rows / _MANY)
+        if len(known) == 1:
+            # One number is tried, as soon as that may not lose too much.
+            best, numbers = 0, numbers[:1 + (not one.tried[numbers[1]] or one.steps - one.tried[numbers[1]] >= _RETRY)]
+            favour[1:] = math.inf
+        else:
+            best = max(numbers, key=(rates * favour).__getitem__)
+            if one.told is not (best > 0) and (one.seconds[pays] or one.told is None):
+                one.told = best > 0
+                _log.info("speculation is %s at about %d sequences: %.0f tokens a second with drafts (%d), %.0f without",
+                          "on" if best else "off", rows, rates[pays] * rows, pays, rates[0] * rows)
+        self.reads_prompts = best > 0 or len(known) == 1
+        self._bar = self._times.slope(rows * (1 + best)) * float(rates[best]) * rows
+        ages = np.array([one.steps - tried for tried in one.tried])
         ages[-1] *= 1 if one.tried[-1] else _UNKNOWN
-        aged = [rate * (1 + _AGE * age) for rate, age in zip(rates, ages, strict=True)]
-        for number in {0, self._drafts}:
-            aged[number] *= _BETTER
-        return max(self._numbers, key=aged.__getitem__)
+        # Seconds that a step loses against the best number: as far as measured times tell, and at the least, beyond them.
+        lost, hoped = (np.maximum(0, within + more * beyond - tokens / rates[best]) for more in (rise, position))
+        left = _TRIALS * one.passed - float(lost @ one.trials)
+        found = max((number for number in numbers if number == best or one.hold(number) * hoped[number] <= left),
+                    key=(rates * favour * (1 + _AGE * ages)).__getitem__)
+        one.trials[found] += one.hold(found) * (found != best)
+        return found
+
+    def _known(self, rows: int) -> tuple[dict[int, float], list[float]]:
+        """Seconds of steps of so many sequences by drafts, ascending: on a line over the numbers of sequences at which they
+        were measured, if these lie on both sides, or are at most twice as many or half. Empty: steps without drafts were not.
+        And the share of tokens of every number of drafts."""
+        sizes = sorted((one for one in self._sizes.values() if one.rows), key=lambda one: one.rows)
+        known, shares = dict[int, float](), [1.0] * (self.most + 1)
+        for number in range(self.most + 1):
+            found = [one for one in sizes if one.seconds[number]]
+            if not found or found[0].rows > _NEAR * rows or rows > _NEAR * found[-1].rows:
+                if not number:
+                    break
+                continue
+            at, seconds = [one.rows for one in found], np.array([one.seconds[number] for one in found])
+            if not number:
+                plain = partial(np.interp, xp=at, fp=seconds)
+                known[0] = float(plain(rows))
+            else:
+                # What drafts add, which beyond the measured sequences grows at most in proportion to them.
+                added = max(1.0, rows / at[-1]) * np.interp(rows, at, seconds - plain(at))
+                known[number] = known[0] + float(added)
+            shares[number] = min(found, key=lambda one: abs(one.rows - rows)).share[number]
+        return known, shares
 
     def count(self, sequence: Sequence) -> int:
         accepted, chances = sequence.acceptance, sequence.chances
@@ -192,10 +234,13 @@ class Adaptive(DraftPolicy):
             self._accepted += weight * (self._right / self._verified - self._accepted)
             self._verified = self._right = 0
         same, self._last, one = drafting == self._last, drafting, self._sizes[_size(rows)]
+        one.passed += seconds
         # The first step of a kind is none: it reads behind a rest, or begins where drafts are still being verified.
         if seconds <= 0 or not kept or not same:
             return
+        one.rows = rows
         one.newest[drafting].append(seconds)
+        one.seconds[drafting] = sorted(one.newest[drafting])[(len(one.newest[drafting]) - 1) // 2]
         share = kept / rows / self._expected(drafting)
         one.share[drafting] += min(_WEIGHT, rows / _SAMPLES) * (share - one.share[drafting])
 
