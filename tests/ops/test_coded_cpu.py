@@ -82,6 +82,22 @@ def test_product(implementation: Implementation, scheme: Any) -> None:
         assert exact < 0.012 or rows > 3 or getattr(scheme, "activation", "none") == "tensor", "what the file's head says"
 
 
+@pytest.mark.parametrize("scheme", [*(GGUF(kind) for kind in ("q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "q8_0")),
+                                    Grouped(4, 32, "uint8")], ids=name)
+@pytest.mark.parametrize("implementation", every("linear.q4_0"))
+def test_largest_codes(implementation: Implementation, scheme: Any) -> None:
+    """Sums of 16 bits hold the largest codes of a block times the largest of x."""
+    linear = usable(implementation, torch.float32)
+    parts = scheme.encode(random(16, 256)) if not scheme.name.endswith("_k") else blocks(scheme.name, 16, 256)
+    size, begin, end = {"q4_0": (18, 2, 18), "q4_1": (20, 4, 20), "q8_0": (34, 2, 34), "q4_k": (144, 16, 144),
+                        "q5_k": (176, 16, 176), "q6_k": (210, 0, 192)}.get(scheme.name, (1, 0, 1))
+    parts["weight"].view(16, -1, size)[..., begin:end] = 255 if scheme.name != "q8_0" else 129
+    weight, matrix = linear.pack(scheme, parts, (16, 256), torch.float32), scheme.decode(parts, torch.float32)
+    for rows in (1, 3, 70):
+        x = torch.full((rows, 256), 2.54) * (-1) ** torch.arange(rows)[:, None]
+        torch.testing.assert_close(linear.apply(x, weight), (x.double() @ matrix.double().T).float(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name)
 @pytest.mark.parametrize("implementation", every("linear.q4_0"))
 def test_gather(implementation: Implementation, scheme: Any) -> None:

@@ -33,30 +33,44 @@ static INLINE __m512i quads(const int8_t* from) {
     asm("vpbroadcastd %1, %0" : "=v"(v) : "m"(*(const int32_t*)from));
     return v;
 }
-// acc + the products of four bytes of w and four signed ones of x, in each lane. The bytes of w are unsigned, except codes of
+// acc + the products of N quads of bytes, w, and N of signed bytes, x, in each lane. The bytes of w are unsigned, except codes of
 // 8 bits without BIAS.
-template <int BITS>
-static INLINE vi dot(vi acc, vi w, const int8_t* from) {
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, quads(from));
+template <int BITS, int N>
+static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
+    __m512i sums[2] = {(__m512i)acc};
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j++) sums[j % 2] = _mm512_dpbusd_epi32(sums[j % 2], (__m512i)w[j], quads(x + 4 * j));
+    return (vi)sums[0] + (vi)sums[1];
 }
 #elif defined(__AVX2__)
 constexpr int BIAS = 0, TALLEST = 4;
-template <int BITS>
-static INLINE vi dot(vi acc, vi w, const int8_t* from) {
-    __m256i a = (__m256i)w, b = _mm256_broadcastd_epi32(_mm_loadu_si32(from));
-    if (BITS == 8) {
-        b = _mm256_sign_epi8(b, a);
-        a = _mm256_abs_epi8(a);
+template <int BITS, int N>
+static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
+    // As many products of a lane's half as 16 bits hold are added before they are widened: 16 of codes below 16, 4 below 64.
+    constexpr int HELD = BITS == 4 ? N : BITS == 6 ? 2 : 1;
+#pragma GCC unroll 8
+    for (int j = 0; j < N; j += HELD) {
+        __m256i held = __m256i{};
+#pragma GCC unroll 8
+        for (int i = j; i < j + HELD; i++) {
+            __m256i a = (__m256i)w[i], b = _mm256_broadcastd_epi32(_mm_loadu_si32(x + 4 * i));
+            if (BITS == 8) {
+                b = _mm256_sign_epi8(b, a);
+                a = _mm256_abs_epi8(a);
+            }
+            held = _mm256_add_epi16(held, _mm256_maddubs_epi16(a, b));
+        }
+        acc += (vi)_mm256_madd_epi16(held, _mm256_set1_epi16(1));
     }
-    return acc + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+    return acc;
 }
 #else
 constexpr int BIAS = 0, TALLEST = 4;
-template <int BITS>
-static INLINE vi dot(vi acc, vi w, const int8_t* from) {
-    for (int i = 0; i < 4; i++) {
-        vi a = BITS == 8 ? (w << (24 - 8 * i)) >> 24 : (w >> (8 * i)) & 255;
-        acc += a * (int32_t)from[i];
+template <int BITS, int N>
+static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
+    for (int i = 0; i < 4 * N; i++) {
+        vi a = BITS == 8 ? (w[i / 4] << (24 - i % 4 * 8)) >> 24 : (w[i / 4] >> i % 4 * 8) & 255;
+        acc += a * (int32_t)x[i];
     }
     return acc;
 }
@@ -154,50 +168,46 @@ template <int BITS, int64_t KIND, int M>
 void tile(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out) {
     const int64_t blocks = x.blocks, stride = scale_bytes(KIND);
     const int32_t offset = (int32_t)m.offset;
-    for (int first = 0; first < PANEL; first += VW) {
+    // One row takes all of a panel at once: in a second pass, over a panel in the cache, nothing would come from memory.
+    constexpr int WIDE = M == 1 ? PANEL / VW : 1;
+    for (int begin = 0; begin < PANEL; begin += WIDE * VW) {
         const uint8_t* codes = m.codes + panel * blocks * block_bytes<BITS>;
         const uint8_t* scales = m.scales + panel * ((blocks + m.group - 1) / m.group) * stride;
         const int8_t* xs = x.codes + row * x.k;
         const float* dx = x.scales + row * blocks;
         const int32_t* sx = x.sums + row * blocks * 2;
-        vf total[M];
-#pragma GCC unroll 8
-        for (int r = 0; r < M; r++) total[r] = vf{};
+        vf total[WIDE][M] = {};
         Scales<KIND> now;
-        for (int64_t b = 0, in_group = 0; b < blocks; b++, codes += block_bytes<BITS>, xs += BLOCK, dx++, sx += 2) {
+        for (int64_t b = 0, in_group = 0; b < blocks; b++, in_group++, codes += block_bytes<BITS>, xs += BLOCK, dx++, sx += 2) {
             if (in_group == m.group) in_group = 0, scales += stride;
-            now.read(scales, in_group++, first);
             for (size_t i = 0; i < block_bytes<BITS>; i += 64) __builtin_prefetch(codes + 4096 + i, 0, 2);
             __builtin_prefetch(scales + 1024, 0, 2);
-            vi w[QUADS];
-            expand<BITS>(codes, first, w);
+#pragma GCC unroll 4
+            for (int part = 0; part < WIDE; part++) {
+                const int first = begin + part * VW;
+                vi w[QUADS];
+                now.read(scales, in_group, first);
+                expand<BITS>(codes, first, w);
 #pragma GCC unroll 8
-            for (int r = 0; r < M; r++) {
-                const int8_t* quad = xs + r * x.k;
-                const int32_t* sums = sx + r * blocks * 2;
-                const float d = dx[r * blocks];
-                if constexpr (Scales<KIND>::HALVES) {
-                    vi a = every(-offset * sums[0]), c = every(-offset * sums[1]);
-#pragma GCC unroll 4
-                    for (int j = 0; j < QUADS / 2; j++) {
-                        a = dot<BITS>(a, w[j], quad + 4 * j);
-                        c = dot<BITS>(c, w[j + QUADS / 2], quad + 4 * (j + QUADS / 2));
+                for (int r = 0; r < M; r++) {
+                    const int8_t* quad = xs + r * x.k;
+                    const int32_t* sums = sx + r * blocks * 2;
+                    const float d = dx[r * blocks];
+                    vf& sum = total[part][r];
+                    if constexpr (Scales<KIND>::HALVES) {
+                        const vi a = dots<BITS, QUADS / 2>(every(-offset * sums[0]), w, quad);
+                        const vi c = dots<BITS, QUADS / 2>(every(-offset * sums[1]), w + QUADS / 2, quad + BLOCK / 2);
+                        sum = fma(fma(as_floats(c), now.shift, as_floats(a) * now.scale), set1(d), sum);
+                    } else {
+                        const vi a = dots<BITS, QUADS>(every(-offset * (sums[0] + sums[1])), w, quad);
+                        sum = fma(as_floats(a) * set1(d), now.scale, sum);
+                        if constexpr (Scales<KIND>::SHIFTS) sum = fma(set1(d * (float)(sums[0] + sums[1])), now.shift, sum);
                     }
-                    total[r] = fma(fma(as_floats(c), now.shift, as_floats(a) * now.scale), set1(d), total[r]);
-                } else {
-                    vi a = every(-offset * (sums[0] + sums[1])), c = vi{};
-#pragma GCC unroll 4
-                    for (int j = 0; j < QUADS; j += 2) {
-                        a = dot<BITS>(a, w[j], quad + 4 * j);
-                        c = dot<BITS>(c, w[j + 1], quad + 4 * (j + 1));
-                    }
-                    total[r] = fma(as_floats(a + c) * set1(d), now.scale, total[r]);
-                    if constexpr (Scales<KIND>::SHIFTS)
-                        total[r] = fma(set1(d * (float)(sums[0] + sums[1])), now.shift, total[r]);
                 }
             }
         }
-        for (int r = 0; r < M; r++) store(out + r * PANEL + first, total[r]);
+        for (int part = 0; part < WIDE; part++)
+            for (int r = 0; r < M; r++) store(out + r * PANEL + begin + part * VW, total[part][r]);
     }
 }
 
