@@ -109,6 +109,8 @@ MEMBERS = {member.name: member for member in (
         "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "norm_topk_prob": True, "partial_rotary_factor": 0.5},
         longest=1024, compile=False, packed=False),
+    Member("canary-256", "qwen3", "dense, every size a multiple of 256, as llama.cpp's k-quants ask for",
+           _dense(256, 5, 512, 4, 2, head=64)),
     Member("canary-edge", "gemma3_text", "two layers with a window of 32 tokens, and one skill that needs all 32 and no more", {
         **_dense(64, 2, 128, 2, 1), "sliding_window": skills.EDGE, "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention"] * 2,
