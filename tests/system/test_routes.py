@@ -72,7 +72,7 @@ def test_the_page_for_people_needs_no_network(server: Served) -> None:
 
 def documents() -> tuple[dict[str, Any], dict[str, Any]]:
     """The schema without and with keys."""
-    return tuple(Application(AsyncLLM("canary"), ServerOptions(**options)).app.openapi()  # type: ignore[return-value]
+    return tuple(Application(AsyncLLM("canary"), ServerOptions(**options)).document  # type: ignore[return-value]
                  for options in ({}, {"api_key": ["k"]}))
 
 

@@ -58,7 +58,7 @@ def test_starting_costs_nothing(command: list[str]) -> None:
 
 
 def test_torch_comes_only_when_it_is_needed() -> None:
-    heavy = "{'torch', 'transformers', 'fastapi', 'numpy', 'huggingface_hub'} & set(sys.modules)"
+    heavy = "{'torch', 'transformers', 'starlette', 'numpy', 'huggingface_hub'} & set(sys.modules)"
     code = ("import sys, penstock, penstock.cli.main; penstock.cli.main.main(['--help']); "
             f"found = {heavy}; sys.exit(str(found) if found else 0)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -87,7 +87,7 @@ def test_every_third_party_import_is_a_dependency() -> None:
     """A module imports only what `dependencies` installs, or what is optional and imported late."""
     known = {requirement.split(">")[0].split("<")[0].split("=")[0].lower().replace("-", "_")
              for requirement in PROJECT["project"]["dependencies"]}
-    known |= {"zmq", "penstock", "starlette", "pydantic"}  # pyzmq's module; FastAPI's own foundations
+    known |= {"zmq", "penstock"}  # pyzmq's module
     known.add("yaml")  # PyYAML, which huggingface_hub needs (decision 0095)
     known.add("triton")  # comes with torch's builds for GPUs; only modules of kernels import it, and those only where it is
     known.add("transformers")  # the extra `fallback` (decision 0141), imported late by models/fallback.py and layers/foreign.py

@@ -1,13 +1,13 @@
 """The web application: maps routes to their handlers, and wraps them in middleware."""
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
-import penstock
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import AsyncLLM
@@ -43,11 +43,13 @@ class Application:
 
     def __init__(self, models: AsyncLLM | Fleet, options: ServerOptions) -> None:
         self.state = State(models, options)
-        self.app = FastAPI(title="Penstock", version=penstock.__version__, openapi_url="/openapi.json", docs_url=None,
-                           redoc_url=None, swagger_ui_oauth2_redirect_url=None, redirect_slashes=False)
-        # The first dialect shapes the errors of unknown paths.
-        selecting = Selecting(self.app, self.state.fleet)
+        app = Starlette(exception_handlers={
+            HTTPException: on_http_exception, ClientDisconnect: on_client_gone,
+            **dict.fromkeys((RequestError, EngineDeadError, Exception), on_request_error)})
+        app.router.redirect_slashes = False
+        selecting = Selecting(app, self.state.fleet)
         self.batches = Runner(self.state, selecting, lambda: self.shapes)
+        # The first dialect shapes the errors of unknown paths.
         dialects: list[Dialect] = [
             OpenAI(self.state), Pooling(self.state), Anthropic(self.state, self.batches), Responses(self.state),
             Ollama(self.state), Batches(self.state, self.batches), VLLM(self.state)]
@@ -55,23 +57,16 @@ class Application:
         routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes(),
                   *AdapterRoutes(self.state).routes(), *Room(self.state).routes(),
                   *ModelRoutes(self.state, options.shutdown_timeout).routes()]
-        # Plain routes: the bodies are decoded by msgspec, so FastAPI's own machinery has nothing to do.
-        for route in routes:
-            self.app.add_route(route.path, route.handler, methods=[route.method])
         self.shapes = ErrorShapes(dialects)
-        self.app.add_exception_handler(HTTPException, on_http_exception)
-        self.app.add_exception_handler(ClientDisconnect, on_client_gone)
-        self.app.add_exception_handler(RequestError, on_request_error)
-        self.app.add_exception_handler(EngineDeadError, on_request_error)
-        self.app.add_exception_handler(Exception, on_request_error)
         keys_file = KeyFile(options.keys_file) if options.keys_file else None
         keyed = options.api_key or options.admin_api_key or keys_file is not None
         open_routes = None if keyed else frozenset(route.path for route in routes)
-        document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, self.shapes, options.root_path)
-        page = docs_page(document)
-        self.app.openapi = lambda: document  # type: ignore[method-assign]
-        self.app.router.routes.extend(page_routes())
-        self.app.add_route("/docs", lambda request: HTMLResponse(page), methods=["GET"])
+        self.document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, self.shapes, options.root_path)
+        page = docs_page(self.document)
+        app.router.routes += [
+            *(Route(route.path, route.handler, methods=[route.method]) for route in routes),
+            Route("/openapi.json", lambda request: JSONResponse(self.document)), *page_routes(),
+            Route("/docs", lambda request: HTMLResponse(page))]
         asgi: ASGIApp = Gate(selecting, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes,
                               lambda error: LOG.error("a request failed unexpectedly", exc_info=error), keys_file)
         if options.allowed_origins:

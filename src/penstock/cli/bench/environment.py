@@ -13,7 +13,7 @@ from typing import Any
 
 import penstock
 
-PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "uvloop", "fastapi")
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "uvloop", "starlette")
 
 
 def environment() -> dict[str, Any]:
