@@ -25,7 +25,7 @@ from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
 from penstock.core.plan import Enter, StepPlan
 from penstock.core.sampling import SamplingParams
-from penstock.ops.sample import Feature
+from penstock.ops.sample_table import Feature
 from penstock.ops.sample_triton import TritonSample
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows, Sampler

@@ -13,7 +13,8 @@ import torch
 
 from penstock.core.plan import Enter, Logprobs, StepPlan
 from penstock.core.sampling import SamplingParams
-from penstock.ops.sample import Column, SampleOps
+from penstock.ops.sample import SampleOps
+from penstock.ops.sample_table import Column
 from penstock.ops.sample_triton import TritonSample
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows, Sampled, Sampler

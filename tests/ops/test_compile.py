@@ -37,10 +37,11 @@ def launch(width=64, dtype=torch.bfloat16, rows=(1, 5, 3000)):
 """
 
 COMPILE = PRELUDE + """
-with compile.recording(CHIP) as jobs:
+work = compile.Compilation([], CHIP.capability)
+with compile.recording(CHIP, work.add) as jobs:
     launch()
+    launch(width=96)
     launch()
-work = compile.Compilation(jobs.values(), CHIP.capability)
 work.finish(registry.bind(FACTS, torch.bfloat16))
 again = compile.Compilation(jobs.values(), CHIP.capability)
 again.finish(registry.bind(FACTS, torch.bfloat16))
@@ -56,6 +57,7 @@ JITFunction.run = lambda self, *args, grid, warmup, **more: run(self, *args, gri
 with compile.recording(CHIP):
     knobs.runtime.jit_cache_hook = None  # Triton looks for the kernel as it does on a GPU, and only the launch is left out
     launch(rows=(1, 2, 77, 1055, 8192))
+    launch(width=96, rows=(1, 300))
     known = compile.count(), compile.loads()
     launch(width=80, rows=(1,))
 print(json.dumps({"known": known, "other": compile.count(), "names": compile.compiled()}))
@@ -88,7 +90,7 @@ print(json.dumps(found))
 """
 
 ORDER = PRELUDE + """
-from penstock.ops.sample import WIDTH
+from penstock.ops.sample_table import WIDTH
 from penstock.ops.sample_triton import TritonSample
 
 def empty(*shape, dtype=torch.int32):
@@ -231,7 +233,7 @@ def python(script: str, cache: Path, **more: str) -> tuple[Any, str]:
 
 
 def test_compiled_once_and_found(tmp_path: Path) -> None:
-    """Two kernels (rows alone, and several to a program) are compiled elsewhere, and found in the cache by their launch."""
+    """Two kernels (of two widths) are compiled elsewhere as they are found, and found in the cache by their launch."""
     first, _ = python(COMPILE, tmp_path)
     assert first["jobs"] == first["compiled"] == 2 and first["again"] == 0
     assert first["here"] == 0, "nothing is compiled in the process that will serve"

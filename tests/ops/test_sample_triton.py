@@ -11,7 +11,8 @@ import torch
 from penstock.core.plan import NOT_FINITE, Enter
 from penstock.core.sampling import SamplingParams
 from penstock.ops import noise, sample_triton
-from penstock.ops.sample import Column, SampleOps
+from penstock.ops.sample import SampleOps
+from penstock.ops.sample_table import Column
 from penstock.ops.sample_triton import TritonSample
 from penstock.worker.parameters import Parameters
 from tests.ops.interpreter import DEVICE, DTYPES

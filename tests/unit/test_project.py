@@ -71,6 +71,31 @@ def test_the_frontend_process_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_compiler_processes_need_no_torch() -> None:
+    """Modules that import Triton at their top are those of kernels, and of the process that compiles them."""
+    at_top = {name_of(path): set(top_imports(path)) for path in sources()}
+    kernels = {name for name, found in at_top.items() if any(one.split(".")[0] == "triton" for one in found)}
+    assert len(kernels) > 10
+    for kernel in sorted(kernels):
+        seen, waiting = set[str](), [kernel]
+        while waiting:
+            name = waiting.pop()
+            assert name != "torch", f"{kernel} imports torch by way of {sorted(seen)}"
+            if name in at_top and name not in seen:
+                seen.add(name)
+                waiting += [*at_top[name], name.rpartition(".")[0]]
+
+
+def top_imports(path: Path) -> Iterator[str]:
+    """What a module imports as it is imported itself, not later."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"version"}))
 def test_every_command_has_its_module_and_help(command: str) -> None:
     assert importlib.util.find_spec(f"penstock.cli.{HOME.get(command, command)}") is not None

@@ -1,10 +1,8 @@
 """Compiles Triton kernels ahead of their first launch, in parallel processes, into the cache on disk.
 
 A dry run of the launches on meta tensors (`recording`) finds out which kernels are needed; a later launch on the GPU then finds
-its kernel in the cache. `Compilation` runs the compiler processes (ops/compile_worker.py) while weights load. `count` tells
-whether the JIT compiled anything else."""
-
-from __future__ import annotations
+its kernel in the cache. `Compilation` runs the compiler processes (ops/compile_worker.py) while the dry run goes on and weights
+load. `count` tells whether the JIT compiled anything else."""
 
 import hashlib
 import importlib.util
@@ -15,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +55,8 @@ class Tally:
     loaded: int = 0
     names: list[str] = field(default_factory=list)
     """Of those compiled."""
-    hashing: threading.Thread | None = None
+    key: Future[str] | None = None
+    """Triton's own: a hash of its files."""
 
 
 _tally = Tally()
@@ -98,14 +98,14 @@ def watch() -> bool:
 
     knobs.compilation.listener = _listen
     # Hashes Triton's own files for a second, without the interpreter's lock; every look into the cache needs the result.
-    _tally.hashing = threading.Thread(target=triton_key, daemon=True)
-    _tally.hashing.start()
+    _tally.key = ThreadPoolExecutor(1).submit(triton_key)
     return True
 
 
 @contextmanager
-def recording(chip: Chip) -> Iterator[dict[str, Job]]:
-    """Dry run: launches in this context reach no device. The kernels that they need on `chip` are entered in the dict.
+def recording(chip: Chip, found: Callable[[Job], object] = id) -> Iterator[dict[str, Job]]:
+    """Dry run: launches in this context reach no device. The kernels that they need on `chip` are entered in the dict, and
+    `found` is called with each at once (`id` does nothing with it).
 
     Tensors must be on torch's meta device. Not for use while another thread launches kernels."""
     from triton import knobs
@@ -122,7 +122,8 @@ def recording(chip: Chip) -> Iterator[dict[str, Job]]:
         if name not in jobs:
             import_kernels(fn.module)
             entry = _entry(fn.jit_function, compile, json.loads(data)["options"], target.get_current_target())
-            jobs[name] = Job(fn.module, fn.name, data, entry, _caller())
+            jobs[name] = job = Job(fn.module, fn.name, data, entry, _caller())
+            found(job)
         return True  # nothing is compiled, nothing is launched
 
     active, hook = driver._active, knobs.runtime.jit_cache_hook  # noqa: SLF001 (Triton sets a driver, but does not tell it)
@@ -171,9 +172,8 @@ class Manifest:
     def jobs(self) -> list[Job] | None:
         """The jobs that `keep` saved; None if there are none."""
         kept = self._kept.read()
-        if kept is None:
-            return None
-        return [Job(job["module"], job["kernel"], job["data"], Path(job["entry"]), job["caller"]) for job in kept]
+        return None if kept is None else [Job(job["module"], job["kernel"], job["data"], Path(job["entry"]), job["caller"])
+                                          for job in kept]
 
     def keep(self, jobs: list[Job]) -> None:
         """Saves the jobs atomically. Errors of the file system are ignored: the next start rehearses again."""
@@ -187,30 +187,43 @@ def kept_folder() -> Path:
 
 
 class Compilation:
-    """Jobs being compiled in other processes. Kernels that are in the cache already are skipped."""
+    """Jobs being compiled in other processes. Kernels that are in the cache already are skipped. Call `add` for further jobs,
+    then `finish`."""
 
     def __init__(self, jobs: Iterable[Job], capability: tuple[int, int]) -> None:
         self._capability = capability
-        self._all = list(jobs)
-        missing = [job for job in self._all if not job.entry.exists()]
-        self.compiled = len(missing)
+        self._all: list[Job] = []
+        self.compiled = 0
         """Kernels that were not in the cache."""
         self.seconds = 0.0
         """The duration of the compilation, once it is done."""
         self._began = time.perf_counter()
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None ends one thread
         self._failed: list[tuple[Job, str]] = []
         self._processes: list[subprocess.Popen[str]] = []
-        for job in [Job("", "utilities"), *missing] if missing else []:
-            self._jobs.put(job)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        processes = min(_PROCESSES, cores, len(missing) + 1) if missing else 0
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(processes)]
-        for thread in self._threads:
-            thread.start()
+        self._most = min(_PROCESSES, cores)
+        self._threads: list[threading.Thread] = []
+        for job in jobs:
+            self.add(job)
+
+    def add(self, job: Job) -> None:
+        """Has a kernel compiled, by one more process if there may be one."""
+        self._all.append(job)
+        if job.entry.exists():
+            return
+        if not self.compiled:
+            self._jobs.put(Job("", "utilities"))
+        self.compiled += 1
+        self._jobs.put(job)
+        if len(self._threads) < self._most:
+            self._threads.append(threading.Thread(target=self._serve, daemon=True))
+            self._threads[-1].start()
 
     def wait(self) -> list[tuple[Job, str]]:
         """Waits for all jobs; returns those that failed, each with the reason."""
+        for _ in self._threads:
+            self._jobs.put(None)
         for thread in self._threads:
             thread.join()
         if self._threads:
@@ -229,8 +242,8 @@ class Compilation:
             return
         from penstock.ops.compile_worker import import_kernels
 
-        if _tally.hashing is not None:
-            _tally.hashing.join()
+        if _tally.key is not None:
+            _tally.key.result()
         for job in self._all:
             try:
                 kernel = getattr(import_kernels(job.module), job.kernel).preload(job.data)
@@ -245,8 +258,7 @@ class Compilation:
                 self._jobs.get_nowait()
         for process in list(self._processes):
             process.kill()
-        for thread in self._threads:
-            thread.join()
+        self.wait()
 
     def _refusal(self, job: Job, why: str, kernels: Kernels) -> ConfigError:
         what = f"kernel {job.module}.{job.kernel}" if job.module else "what Triton builds to launch kernels"
@@ -254,25 +266,21 @@ class Compilation:
 
     def _serve(self) -> None:
         """Runs one compiler process until no jobs are left."""
+        key = "" if _tally.key is None else _tally.key.result()
         major, minor = self._capability
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with subprocess.Popen([sys.executable, "-m", "penstock.ops.compile_worker", str(10 * major + minor)], text=True,
+        with subprocess.Popen([sys.executable, "-m", "penstock.ops.compile_worker", str(10 * major + minor), key], text=True,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1, env=environment) as process:
             assert process.stdin is not None
             self._processes.append(process)
-            try:
-                while True:
-                    job = self._jobs.get_nowait()
-                    answer = self._ask(process, job)
-                    if answer is not None:
-                        self._failed.append((job, answer))
-                        if process.poll() is not None:
-                            return
-            except queue.Empty:
-                pass
-            finally:
-                with suppress(OSError):
-                    process.stdin.close()
+            while (job := self._jobs.get()) is not None:
+                answer = self._ask(process, job)
+                if answer is not None:
+                    self._failed.append((job, answer))
+                    if process.poll() is not None:
+                        break
+            with suppress(OSError):
+                process.stdin.close()
 
     def _ask(self, process: subprocess.Popen[str], job: Job) -> str | None:
         """Sends one job to a process; returns the error, or None."""

@@ -4,8 +4,6 @@ With few rows a GEMM is bound by the memory bandwidth of reading the weight: eac
 flight to saturate memory. `choose` alone decides which kernel and tile serve a shape; its constants come from the measurements
 of bench/gpu_linear.py. The kernels are in ops/linear_kernels.py, batch-invariant GEMMs in ops/linear_invariant.py."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -186,6 +184,8 @@ def _launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tenso
 
 def library(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The GEMM by cuBLAS. A wider `dtype` is written from the float32 accumulators, not from rounded results."""
+    if x.is_meta:  # a rehearsal: for its shapes torch would import sympy, which takes a second or two
+        return torch.empty(x.shape[0], weight.n, dtype=dtype, device=x.device)
     if dtype == x.dtype:
         return F.linear(x, weight.data, bias)
     out = torch.mm(x, weight.data.T, out_dtype=dtype) if x.is_cuda else x.to(dtype) @ weight.data.T.to(dtype)
@@ -214,7 +214,7 @@ class TritonLinear:
         n, k = weight.n // 2, weight.k
         tile = choose(x.shape[0], n, k, True, boxable(x, weight, n)) if suits(x, weight) else None
         if tile is None:
-            return activation_triton.gated(F.linear(x, weight.data, bias), kind)
+            return activation_triton.gated(library(x, weight, bias, x.dtype), kind)
         return launch(tile, x, weight, bias, x.dtype, kind)
 
     @staticmethod

@@ -3,12 +3,9 @@
 A counter-based generator: 32-bit integers through the finalizer "lowbias32" (Ellis, hash-prospector; public domain),
 keyed by seed and position. The integers are the same on every device; `ops/sample_triton.py` computes them again."""
 
-from __future__ import annotations
-
 import torch
 
-M1, M2, STEP, SALT = 0x7FEB352D, 0x846CA68B, 0x9E3779B9, 0x85EBCA6B
-"""The finalizer's factors, the increment per position or token (2^32 / golden ratio), and a salt for seeds below 2^32."""
+from penstock.ops.sample_table import M1, M2, SALT, STEP
 
 _MASK = 0xFFFFFFFF
 

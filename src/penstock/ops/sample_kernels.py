@@ -10,9 +10,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from penstock.core.plan import NOT_FINITE
-from penstock.ops import noise
 from penstock.ops.linked_kernel import enter
-from penstock.ops.sample import EDIT_WIDTH, WIDTH, Column, Edit, Feature
+from penstock.ops.sample_table import EDIT_WIDTH, M1, M2, STEP, WIDTH, Column, Edit, Feature
 
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 _WIDTH = tl.constexpr(WIDTH)
@@ -36,8 +35,8 @@ _VALUE = tl.constexpr(int(Edit.VALUE))
 _UNTIL = tl.constexpr(int(Edit.UNTIL))
 _LENGTH = tl.constexpr(int(Edit.LENGTH))
 _SUFFIX = tl.constexpr(int(Edit.SUFFIX))
-_M1, _M2 = tl.constexpr(noise.M1), tl.constexpr(noise.M2)
-_STEP = tl.constexpr(noise.STEP)
+_M1, _M2 = tl.constexpr(M1), tl.constexpr(M2)
+_STEP = tl.constexpr(STEP)
 _NONE = tl.constexpr(-(2**63))
 """Below every `_ranked`."""
 _TAKEN = tl.constexpr(-(2**31))

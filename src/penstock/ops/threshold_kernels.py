@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from penstock.ops.linked_kernel import enter
-from penstock.ops.sample import WIDTH, Column, Feature
 from penstock.ops.sample_kernels import ordered, real, unordered
+from penstock.ops.sample_table import WIDTH, Column, Feature
 
 _WIDTH = tl.constexpr(WIDTH)
 _FEATURES = tl.constexpr(int(Column.FEATURES))

@@ -3,8 +3,6 @@
 A value is kept under a digest of all that it depends on, this package's sources and torch's and Triton's versions among it, so
 that it is never out of date. Where nothing can be written, nothing is kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 
 Bodies are limited where they are read, in `body`."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import re

@@ -3,8 +3,6 @@
 Lengths of single lists and strings are in the types of the protocol, where the served schema shows them; what a connection may
 cost is in `connections.py`. Endpoints inherit this: `BodyReader` checks the raw body, `Limits.work` what it asks for."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate

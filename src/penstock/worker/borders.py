@@ -5,7 +5,7 @@ its tokens by their next eight bits, the ranks exchange these 256 sums, and go o
 
 import torch
 
-from penstock.ops.sample import Column, Feature
+from penstock.ops.sample_table import Column, Feature
 from penstock.parallel.group import Group
 
 

@@ -1,7 +1,5 @@
 """Memory of the worker besides weights and cache, and free device memory: estimated on a CPU, measured on a GPU."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

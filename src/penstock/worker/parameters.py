@@ -9,7 +9,7 @@ import torch
 from penstock.core.plan import Enter, Ints
 from penstock.core.sampling import SamplingParams
 from penstock.ops.noise import seed_key
-from penstock.ops.sample import EDIT_WIDTH, WIDTH, Column, Edit, Feature
+from penstock.ops.sample_table import EDIT_WIDTH, WIDTH, Column, Edit, Feature
 from penstock.worker.staging import Staging
 
 _EVER = 2**31 - 1

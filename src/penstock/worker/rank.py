@@ -347,16 +347,18 @@ def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.
     chip = gpu.chip(device)
     manifest = compiling.Manifest(spec, config, kernels.table(), chip)
     jobs = manifest.jobs()
+    found = Compilation(jobs or (), chip.capability)
     if jobs is None:
         try:
-            jobs = rehearse(spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
-                            tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
-                            graph_tokens=config.graph_tokens, chip=chip, adapters=config.adapters)
+            manifest.keep(rehearse(
+                spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
+                tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len, graph_tokens=config.graph_tokens,
+                chip=chip, adapters=config.adapters, found=found.add))
         except Exception as error:  # noqa: BLE001 (slower start, but never a failed one)
             LOG.warning("kernels are compiled one by one as they are needed: %s: %s", type(error).__name__, error)
+            found.close()
             return None
-        manifest.keep(jobs)
-    return Compilation(jobs, chip.capability)
+    return found
 
 
 def notes(kernels: registry.Kernels, facts: DeviceFacts) -> list[str]:

@@ -2,9 +2,8 @@
 
 It runs the same code as real steps, so the kernels that it records (`ops/compile.py::recording`) are those that steps need."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable
 
 import torch
 
@@ -21,7 +20,7 @@ from penstock.ops.experts import ExpertsOps
 from penstock.ops.gpu import Chip
 from penstock.ops.lora import Groups, LoraOps, Slabs, size
 from penstock.ops.registry import Kernels
-from penstock.ops.sample import WIDTH
+from penstock.ops.sample_table import WIDTH
 from penstock.quant.scheme import empty
 from penstock.worker.adapters import LowRankDelta
 from penstock.worker.arena import Arena
@@ -35,27 +34,19 @@ _INTS = torch.int32
 
 
 def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int, tokens: int, max_model_len: int, page: int,
-             graph_tokens: int, chip: Chip, adapters: tuple[int, int] | None = None) -> list[Job]:
-    """The kernels that steps of up to `tokens` tokens and `rows` segments launch, without values. `adapters`: as configured."""
+             graph_tokens: int, chip: Chip, adapters: tuple[int, int] | None = None,
+             found: Callable[[Job], object] = id) -> list[Job]:
+    """The kernels that steps of up to `tokens` tokens and `rows` segments launch, without values. `adapters`: as configured.
+    `found` is called with each at once."""
     kernels = _without_values(kernels)
-    with recording(chip) as jobs, torch.inference_mode():
+    with recording(chip, found) as jobs, torch.inference_mode():
         model, groups = _model(spec, kernels, dtype, max_model_len, page)
         known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
         tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
         slabs = None if adapters is None else Slabs(layout(model.spec), *adapters, dtype, _META)
-        for bucket in buckets(rows, tokens, graph_tokens, max_model_len):
-            _forward(model, bucket, known, tables, page, bucket.segments)
-            if slabs is not None:
-                _forward(model, bucket, known, tables, page, bucket.segments, slabs=slabs)
-        # An eager step may need any number of hidden states, and all of them if a prompt is scored.
-        for ends in (*_examples(1, fitted(rows)), None):
-            _forward(model, Bucket(tokens, 1), known, tables, page, ends)
-        for before in kernels.attention.contexts(max_model_len - tokens):
-            _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
-        if isinstance(model.embedding, Join):
-            # A draft head reads the target's states before its step.
-            for size in _examples(1, fitted(tokens)):
-                model.embedding.reduce(torch.empty(size, model.embedding.spec.read, dtype=dtype, device=_META))
+        # An eager step may need any number of hidden states, and all of them if a prompt is scored. This one first: its kernels
+        # take longest to compile.
+        _forward(model, Bucket(tokens, 1), known, tables, page, None)
         # Any number of rows may be sampled after any step.
         for lines in _examples(1, tokens) if spec.ends and not spec.head.borrowed else ():
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
@@ -66,6 +57,19 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
                 if spec.ranks > 1:
                     kernels.sample.candidates(logits, torch.empty(rows, WIDTH, dtype=_INTS, device=_META),
                                               *torch.empty(2, lines, dtype=_INTS, device=_META))
+        # Powers of two first: nearly every kernel is among theirs, and is compiled while the other sizes are gone through.
+        for bucket in sorted(buckets(rows, tokens, graph_tokens, max_model_len), key=lambda one: one.tokens.bit_count() > 1):
+            _forward(model, bucket, known, tables, page, bucket.segments)
+            if slabs is not None:
+                _forward(model, bucket, known, tables, page, bucket.segments, slabs=slabs)
+        for ends in _examples(1, fitted(rows)):
+            _forward(model, Bucket(tokens, 1), known, tables, page, ends)
+        for before in kernels.attention.contexts(max_model_len - tokens):
+            _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
+        if isinstance(model.embedding, Join):
+            # A draft head reads the target's states before its step.
+            for size in _examples(1, fitted(tokens)):
+                model.embedding.reduce(torch.empty(size, model.embedding.spec.read, dtype=dtype, device=_META))
     return list(jobs.values())
 
 

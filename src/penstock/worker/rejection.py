@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.ops import noise
-from penstock.ops.sample import Column, Feature
+from penstock.ops.sample_table import Column, Feature
 from penstock.worker.drafting import Drafting
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows, Sampled

@@ -20,7 +20,8 @@ import torch
 
 from penstock.core.plan import Ints
 from penstock.layers.decoder import Decoder
-from penstock.ops.sample import Feature, SampleOps
+from penstock.ops.sample import SampleOps
+from penstock.ops.sample_table import Feature
 from penstock.worker.borders import border
 from penstock.worker.rows import Rows
 from penstock.worker.scoring import Scores

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from penstock.core.plan import StepPlan, Want
 from penstock.layers.step import StateView
-from penstock.ops.sample import Feature, SampleOps
+from penstock.ops.sample import SampleOps
+from penstock.ops.sample_table import Feature
 from penstock.worker.drafting import Drafting, part_of, places_of, within
 from penstock.worker.rows import Rows
 from penstock.worker.runner import Runner

@@ -14,7 +14,7 @@ import torch
 
 from penstock.config.speculation import Speculation
 from penstock.core.plan import Enter, Ints, StepPlan, Want
-from penstock.ops.sample import Feature
+from penstock.ops.sample_table import Feature
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import to_host, upload
