@@ -4,8 +4,6 @@ That is the largest n at which every cache group has the pages it needs (`reach`
 attention, sliding windows, chunked attention, recurrent snapshots, draft heads and every mixture of them follow the same rule.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -8,8 +8,6 @@ whole pages of a running sequence as soon as their tokens are committed (`commit
 (`release`). A page that is kept, or has two holders, is never written in place: `grow` copies it first (copy-on-write). That is
 why a match may end inside a page."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext

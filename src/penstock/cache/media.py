@@ -4,8 +4,6 @@ A model sees an image as a run of equal placeholder tokens, but the KV entries a
 index replaces each placeholder by a word of the medium, a negative number (token ids are never negative). Within this process
 equal words mean equal contents. Content keys, which other processes read, use the digest of the contents instead (`runs`)."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 
 A page is free when no sequence holds it and the prefix index does not keep it. Slabs of free pages return to the arena."""
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@
 Several engines may share a folder; they coordinate through the file system alone, without locks. There is no fsync: after a
 power failure a page may be truncated or empty, which its checksum detects."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

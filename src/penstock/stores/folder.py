@@ -8,8 +8,6 @@ The user names FOLDER; the cache owns a subfolder that it created and marked, an
 
 Any other file, wherever it lies, is never opened, counted or deleted. Symbolic links are never followed below FOLDER."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -3,8 +3,6 @@
 The store is opened on first use and reopened after a failure, so an engine starts without it and uses it once it is available.
 Every exception of the store is raised as OSError."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
