@@ -5,7 +5,6 @@ import math
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from functools import partial
 from itertools import accumulate
 from operator import mul
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from penstock.config.speculation import Speculation
 from penstock.core.plan import Proposal
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import Floats, Sequence
 from penstock.core.steptime import StepTime
 from penstock.scheduler.step import InFlight
 
@@ -90,10 +89,6 @@ class _Size:
         self.told: bool | None = None
         """Whether the log says that drafts pay."""
 
-    def hold(self, number: int) -> int:
-        """For how many steps a number is chosen."""
-        return _HOLD if self.newest[number] else _FIRST
-
 
 def _size(rows: int) -> int:
     """Half powers of two of the sequences."""
@@ -140,7 +135,7 @@ class Adaptive(DraftPolicy):
         one.steps += 1
         if moved or not self._left:
             self._drafts = self._choice(rows)
-            self._left = one.hold(self._drafts)
+            self._left = _HOLD if one.seconds[self._drafts] else _FIRST
         self._reads = before == 0 < self._drafts
         one.tried[self._drafts] = one.steps
         self._left -= 1
@@ -180,9 +175,9 @@ class Adaptive(DraftPolicy):
         # Seconds that a step loses against the best number: as far as measured times tell, and at the least, beyond them.
         lost, hoped = (np.maximum(0, within + more * beyond - tokens / rates[best]) for more in (rise, position))
         left = _TRIALS * one.passed - float(lost @ one.trials)
-        found = max((number for number in numbers if number == best or one.hold(number) * hoped[number] <= left),
+        found = max((number for number in numbers if number == best or _HOLD * hoped[number] <= left),
                     key=(rates * favour * (1 + _AGE * ages)).__getitem__)
-        one.trials[found] += one.hold(found) * (found != best)
+        one.trials[found] += _HOLD * (found != best)
         return found
 
     def _known(self, rows: int) -> tuple[dict[int, float], list[float]]:
@@ -191,21 +186,18 @@ class Adaptive(DraftPolicy):
         And the share of tokens of every number of drafts."""
         sizes = sorted((one for one in self._sizes.values() if one.rows), key=lambda one: one.rows)
         known, shares = dict[int, float](), [1.0] * (self.most + 1)
+        plain: tuple[list[int], Floats] = [rows], np.zeros(1, np.float32)
         for number in range(self.most + 1):
             found = [one for one in sizes if one.seconds[number]]
-            if not found or found[0].rows > _NEAR * rows or rows > _NEAR * found[-1].rows:
-                if not number:
-                    break
-                continue
-            at, seconds = [one.rows for one in found], np.array([one.seconds[number] for one in found])
-            if not number:
-                plain = partial(np.interp, xp=at, fp=seconds)
-                known[0] = float(plain(rows))
-            else:
+            if found and found[0].rows <= _NEAR * rows and rows <= _NEAR * found[-1].rows:
+                at, seconds = [one.rows for one in found], np.array([one.seconds[number] for one in found])
                 # What drafts add, which beyond the measured sequences grows at most in proportion to them.
-                added = max(1.0, rows / at[-1]) * np.interp(rows, at, seconds - plain(at))
-                known[number] = known[0] + float(added)
-            shares[number] = min(found, key=lambda one: abs(one.rows - rows)).share[number]
+                added = float(np.interp(rows, at, seconds - np.interp(at, *plain)))
+                known[number] = known[0] + max(1.0, rows / at[-1]) * added if number else added
+                shares[number] = min(found, key=lambda one: abs(one.rows - rows)).share[number]
+                plain = plain if number else (at, seconds)
+            elif not number:
+                break
         return known, shares
 
     def count(self, sequence: Sequence) -> int:
