@@ -1,8 +1,6 @@
 """Translates a GGUF file's metadata and names into those of a Hugging Face folder: config.json, names of tensors, and how
 converters rearranged them. Keys: ggml's gguf.md; names and arrangements: llama.cpp's conversion scripts."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A file's SHA-256 is either computed, at some 2 GB/s with a thread for each file,
 a weight file is a link to a blob named by its hash. Both give the same digits. The server is ready before the hash is: callers
 that need it poll `Fingerprint.value`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
 then the data that the header's offsets cut)."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

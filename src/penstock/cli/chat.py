@@ -1,8 +1,6 @@
 """Talk to a model in the terminal. MODEL is loaded here, canary if none is named; --url talks to a running server instead.
 Ctrl-C stops the answer, not the program. Commands begin with a slash; /help lists them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

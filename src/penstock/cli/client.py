@@ -4,8 +4,6 @@ Both ways give the same `Reply`, so a command does not know whether its model ru
 is a protocol over httptools with one request per connection at a time: a benchmark's client shares cores with what it
 measures, and each chunk must be stamped when it arrives, not when somebody comes to read it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ssl

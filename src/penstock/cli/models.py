@@ -2,8 +2,6 @@
 
 Models lie in the hub's own cache (HF_HOME), which other tools share. `ps` and `stop` ask a running server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Find how many replicas, and which limits of a step, keep a promise on a recorded trace, by simulation; and what binds."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

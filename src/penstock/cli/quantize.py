@@ -3,8 +3,6 @@ OUT.gguf, which llama.cpp reads.
 Rounding is to nearest, or for integers by GPTQ with a text to calibrate on (--calibrate FILE). --text prints the perplexity of
 a text before and after; --skills the graded answers of a chat model."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 from pathlib import Path

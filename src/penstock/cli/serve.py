@@ -2,8 +2,6 @@
 
 Options are generated from `config/schema.py`; what is printed while loading is decided here."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -2,8 +2,6 @@
 {"messages": [...]} or {"prompt": ...} a line), which the model answers first. Writes --output DIR in the format of published
 heads, with a card of how often its drafts are kept: penstock serve MODEL --speculative-model DIR"""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -3,8 +3,6 @@
 `LLM`, `AsyncLLM`, the commands and the engine itself all come through here, so that none of them accepts what another refuses.
 Checks that need the model or the device are `resolve.py`'s."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

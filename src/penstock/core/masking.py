@@ -1,7 +1,5 @@
 """The interface between the engine's loop and the source of token constraints: a grammar, a schema, a list of choices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 

@@ -3,8 +3,6 @@
 A plan says what changed (rows entering and leaving, page edits, page copies) and which segments to run. Counts and tables
 are flat int32 arrays, so that a step of a thousand rows does not create a thousand objects. Nothing else is exchanged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 A step's seconds are a sum of non-negative terms: a constant, one for each segment, a piecewise linear function of the tokens (a
 step is bound by reading weights first, by compute later), the entries that single tokens read, and the work of prefills."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

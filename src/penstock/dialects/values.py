@@ -1,7 +1,5 @@
 """The structure of parameters between markers: strings as text, lists and objects as elements where tags nest, or JSON."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

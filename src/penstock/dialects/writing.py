@@ -1,8 +1,6 @@
 """Writes calls in a dialect: the text that a model would write, which parses back to the same calls, and the structure of an
 answer that must be calls, which `grammar/` enforces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as List

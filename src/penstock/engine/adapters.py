@@ -1,7 +1,5 @@
 """The adapters that an engine serves, named by a digest of their contents; and the names by which users call them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress

@@ -3,8 +3,6 @@
 A batch is three frames: topic, sequence number (8 bytes, big-endian, from 0, +1 each), msgpack [time, events]. A replay socket
 answers a sequence number with the buffered batches from that number on, then with number -1 and no payload."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

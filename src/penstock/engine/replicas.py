@@ -3,8 +3,6 @@
 Every replica holds the whole model and its own cache. A request goes where least is left to compute, which counts what a
 replica may have cached of its prompt. A replica that dies takes only its own requests with it."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import shutil

@@ -1,7 +1,5 @@
 """Decides whether a schema has a finite value. llguidance detects most schemas without values, but not endless recursion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 The schemas were rewritten by `schema.py`, or will be; `resolve` follows references."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import pairwise

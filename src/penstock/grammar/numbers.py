@@ -1,8 +1,6 @@
 """Keeps the numbers of JSON within a double. llguidance bounds neither their digits nor their exponents, and 1e999 is infinite
 to most readers: tokens that would make the number being written overflow are excluded."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """The materials of layers: loaded parameters, kernels, and work that layers share."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -2,8 +2,6 @@
 
 These are the package's public names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ On a GPU such blocks take turns in a few places. As soon as one has run, the cop
 begins on a stream of its own. Every step begins and ends with the first blocks in their places, so a CUDA graph can hold its
 copies. On a CPU the file is mapped: the system reads what is used of it, and keeps as much as there is memory for."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

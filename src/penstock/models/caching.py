@@ -1,7 +1,5 @@
 """Chooses the codec of each layer's keys and values: by the options, or by what the checkpoint says of itself."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Mapping, Sequence

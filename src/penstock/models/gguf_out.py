@@ -1,7 +1,5 @@
 """Writes a plain model's folder as one quantized GGUF file, tensor by tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A checkpoint in any dialect, shown to the loader as if it held the parts of schemes: names, shapes and types are checked
 before data is read, and a module's tensors are converted when the first of its parts is asked for."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Activations on NVIDIA GPUs where no GEMM epilogue computes them: each element is read and written once."""
 
-from __future__ import annotations
-
 import math
 
 import torch

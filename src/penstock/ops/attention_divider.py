@@ -4,8 +4,6 @@ From one decode step to the next every context grows by one position. Until a co
 query positions and the ends of the last key ranges change. Building a work list takes 50 to 100 us on the host, which a small
 model's step cannot hide; updating one takes a few us."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

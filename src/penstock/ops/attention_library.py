@@ -4,8 +4,6 @@ The library supports neither block tables nor, in causal calls, a context before
 from their pages. A segment's own keys are one causal call; its context is cut into blocks of few sizes, one unmasked call each;
 the partial results are merged by their log-sum-exp. `attention_triton.py` computes all other segments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 "triton-invariant" splits keys at fixed positions, so that a query's result is bitwise independent of the rest of the batch.
 `attention_work.py` divides the work, and `attention_kernel.py` holds the kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Keys and values as codes in the cache, on NVIDIA GPUs: the launch of ops/codec_kernel.py."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """The forms into which quantized matrices are packed for the GPU kernels of ops/coded_triton.py: which scheme becomes which."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ of groups; for many rows cuBLAS, after decoding the matrix if its codes are no n
 `pick` alone decides which kernel and tile serve a shape. The forms that matrices are packed into are in ops/coded_forms.py, the
 kernels in ops/coded_kernels.py."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

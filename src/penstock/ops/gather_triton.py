@@ -2,8 +2,6 @@
 
 Never uses programmatic dependent launch: kernels after it rely on all before it having ended (ops/rope_triton.py does)."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops.gpu import covering

@@ -2,8 +2,6 @@
 
 Imports no Triton."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager

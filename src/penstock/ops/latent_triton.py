@@ -1,7 +1,5 @@
 """The write of latents, and products with a matrix a head, on NVIDIA GPUs."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops import gpu

@@ -1,7 +1,5 @@
 """Adapters' deltas on NVIDIA GPUs: the launches of ops/lora_kernels.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

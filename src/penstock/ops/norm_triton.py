@@ -1,7 +1,5 @@
 """Norms on NVIDIA GPUs by one kernel, which reads and writes each row once. This module chooses block sizes and grids."""
 
-from __future__ import annotations
-
 import math
 
 import torch

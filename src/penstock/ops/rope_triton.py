@@ -1,7 +1,5 @@
 """Query and key norms, rotation and the cache write on NVIDIA GPUs, in one launch."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops import gpu

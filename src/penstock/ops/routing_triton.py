@@ -1,7 +1,5 @@
 """Routing on NVIDIA GPUs: one launch for scores, choice and weights."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops import gpu, routing

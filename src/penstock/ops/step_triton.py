@@ -1,7 +1,5 @@
 """The step builder on NVIDIA GPUs: tokens, positions, slots and block tables of all cache groups in one kernel launch."""
 
-from __future__ import annotations
-
 import torch
 
 from penstock.ops import gpu

@@ -3,8 +3,6 @@
 A long segment is cut into twice as many pieces as there are ranks; rank r has the r-th from the front and the r-th from the end
 (zigzag), so that all have equal work although later tokens see more. Other tokens are dealt in runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

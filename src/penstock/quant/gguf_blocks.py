@@ -3,8 +3,6 @@
 
 The grids of the IQ types, `iq_grids.bin`, are ggml's tables (MIT), codes packed lowest bits first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An answer as a row of blocks, one after another: reasoning, text and calls, as the APIs beside OpenAI's chat show it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

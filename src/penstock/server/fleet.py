@@ -4,8 +4,6 @@ A fleet of one is loaded at the start and stays. In a larger one a model is load
 when nobody has used it for a while or when another needs the memory, the least recently used first; pinned ones stay. The files
 of an unloaded model remain in the system's page cache as far as there is room, so loading it again reads no disk."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """Requests to the application from within its process: the scope and the body, as an ASGI server would give them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable

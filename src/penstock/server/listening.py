@@ -3,8 +3,6 @@
 Both processes then accept from one queue, so that no connection is lost when the older one closes its end: a socket of its own
 would take its queue with it. The next server asks at a Unix socket of an abstract name, which it gets too."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -2,8 +2,6 @@
 
 /models and those below have llama.cpp's names, /sleep and /wake_up vLLM's, /update_weights_from_disk SGLang's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The outermost layer: paths without a proxy's prefix (--root-path) and slashes at the end, and the fate of each answer."""
 
-from __future__ import annotations
-
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 

@@ -2,8 +2,6 @@
 
 The content is built by an `Answer`. This file owns the life cycle: when the client disconnects, its requests are aborted."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable

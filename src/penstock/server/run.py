@@ -2,8 +2,6 @@
 
 Exit status 0 after a drain, 1 if the engine could not start or died, 2 on a second signal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """/openapi.json, generated from the routes and the structs that decode the bodies, so that it always matches the code."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Container, Sequence

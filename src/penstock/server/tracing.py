@@ -2,8 +2,6 @@
 
 An extra (pip install penstock[otel]). Prompts and answers never enter a span."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

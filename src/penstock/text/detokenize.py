@@ -3,8 +3,6 @@
 Incomplete UTF-8 characters are held back, so every part of a stream is valid text; bytes outside any character become U+FFFD.
 `Tokenizer.decode` uses the same code with one push. Vocabularies (`fast.py`, `spm.py`) give the text of a token."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar

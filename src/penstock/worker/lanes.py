@@ -3,8 +3,6 @@
 On a GPU, host memory must be pinned, or copies would serialise with each other and with the steps. The number of copies in
 flight is bounded, because a full driver queue blocks every thread that uses the GPU."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

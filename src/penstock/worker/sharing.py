@@ -4,8 +4,6 @@ Decoding rows are kept sorted by their page ids, so that rows with long common p
 first decode step, when the pages of its prompt are allocated, and removed when it leaves or one of these pages is replaced;
 pages that it gets later are not shared. If the rows are the same as in the last step, the cost is one comparison."""
 
-from __future__ import annotations
-
 import bisect
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Staging buffers for small arrays between host and device: pinned memory with a GPU, plain memory on a CPU."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The worker: owns a device's rows, KV cache memory and model, and executes plans in order."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

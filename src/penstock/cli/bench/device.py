@@ -1,7 +1,5 @@
 """The ceilings of the device: bytes per second of a copy, bf16 FLOP/s of a GEMM."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

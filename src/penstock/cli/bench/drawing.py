@@ -1,7 +1,5 @@
 """Line charts as SVG text: axes, lines, bars, legends. The records need no more, so there is no plotting library."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

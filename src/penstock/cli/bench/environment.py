@@ -1,7 +1,5 @@
 """In what a figure was measured: machine, device, library versions, commit. A figure without it says little."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -4,8 +4,6 @@ Everything is a function of the seed. The trace formats are those of the Azure L
 ContextTokens, GeneratedTokens), Vidur's length files (num_prefill_tokens, num_decode_tokens) and Mooncake's (timestamp in
 ms, input_length, output_length, hash_ids: one id for each 512 tokens, equal ids being equal tokens)."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

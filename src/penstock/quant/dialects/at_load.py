@@ -2,8 +2,6 @@
 
 `requested` puts the request where a quantized checkpoint has its own `quantization_config`, so that all else follows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

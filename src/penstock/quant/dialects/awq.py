@@ -1,7 +1,5 @@
 """AWQ as AutoAWQ's "gemm" version writes it: int32 words along the outputs, their nibbles interleaved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

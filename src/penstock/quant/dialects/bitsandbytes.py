@@ -1,7 +1,5 @@
 """bitsandbytes as transformers writes it: NF4 and FP4 in blocks, whose scales may be quantized themselves, and LLM.int8."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

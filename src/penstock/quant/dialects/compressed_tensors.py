@@ -2,8 +2,6 @@
 
 `kv_cache_scheme` and its scales concern the cache (`models/caching.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FP8 as DeepSeek, Qwen and transformers write it (blocks, `weight_scale_inv`), and as AutoFP8 does (`weight_scale`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GGUF files. `checkpoint/gguf_model.py` names their tensors as a Hugging Face folder does, and makes this method's config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPTQ as AutoGPTQ, GPTQModel and AutoRound write it: codes packed in int32 along the inputs, zeros along the outputs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

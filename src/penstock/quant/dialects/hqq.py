@@ -1,7 +1,5 @@
 """HQQ as hqq and transformers write it: matrices regrouped by scales, rows packed in runs, scales and zeros of any value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

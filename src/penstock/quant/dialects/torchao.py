@@ -2,8 +2,6 @@
 
 Its packings for single GPU kernels (tiles, preshuffled words) and its prototypes are refused by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Anthropic's message batches: run by the batch runner, with the requests in the body and the results as lines."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections import Counter

@@ -1,7 +1,5 @@
 """The bodies and answers of Anthropic's messages as msgspec structs, and which of its fields are refused."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

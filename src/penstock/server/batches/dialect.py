@@ -1,7 +1,5 @@
 """OpenAI's files and batches as a dialect."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from typing import Annotated

@@ -1,7 +1,5 @@
 """/v1/files: JSON lines that batches read and write. Uploads are multipart forms, which are read here."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid

@@ -3,8 +3,6 @@
 Each answer is in the store before it counts. A batch that the server's end has cut off goes on at the next start; lines that
 were being answered are asked again, so that each has one answer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

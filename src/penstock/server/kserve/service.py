@@ -2,8 +2,6 @@
 
 An extra (pip install penstock[grpc]). Texts come as the tensor text_input; parameters are the fields of /v1/completions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import struct

@@ -1,7 +1,5 @@
 """The bodies of Ollama's API as msgspec structs, its options, and which of them are refused."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """POST /v1/completions: prompts as text or token ids, one or many, and the answer in OpenAI's older shape."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

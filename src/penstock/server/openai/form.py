@@ -2,8 +2,6 @@
 
 An error is `{"error": {"message", "type", "param", "code"}}`, always JSON."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 Each token's entry is encoded immediately. Otherwise a million small dicts would be encoded in one uninterruptible call, and the
 garbage collector would scan them until then."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """POST /tokenize and /detokenize and GET /tokenizer_info, in vLLM's shapes."""
 
-from __future__ import annotations
-
 from typing import TypedDict
 
 from starlette.requests import Request

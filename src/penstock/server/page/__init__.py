@@ -2,8 +2,6 @@
 
 They hold no data, so they need no key; the page asks its user for one and sends it with its requests."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 Bodies go through the same limits and the same engine as all others; errors have OpenAI's shape."""
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence

@@ -1,7 +1,5 @@
 """Vectors as bytes, in the number formats that vLLM's pooling routes offer. Without torch: 8-bit formats by tables."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The bodies and answers of the pooling routes as msgspec structs."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec

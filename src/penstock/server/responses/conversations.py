@@ -1,7 +1,5 @@
 """Conversations: lists of items that responses read and go on with."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A request for a response as a request of the chat endpoint, and input items as its messages."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """OpenAI's Responses API as a dialect: create (whole, streamed, in the background), retrieve, delete, cancel, input items."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence

@@ -2,8 +2,6 @@
 
 Output items and events are plain dicts: they are stored, sent back as input and shown again as they are."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -5,8 +5,6 @@ matrix and a norm, give the keys and values of each of its layers. They follow t
 the same with a bias of low rank on the logits of each slot, by the token before, so that slots are filled one after another,
 and with a matrix that estimates how likely each draft is kept if those before it are (its confidence head)."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -5,8 +5,6 @@ text to come, made from a nearly right context: the next iteration of Jacobi's m
 row already. Each step's guesses also enter a pool of the row, where later steps find n-grams that begin with the row's last
 token. The original computes guesses in positions of their own as well; here the positions of drafts are the only ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

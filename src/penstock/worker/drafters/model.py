@@ -4,8 +4,6 @@ Its cache entries are further states of the target's pages, so that allocation, 
 alike. It samples with the parameters, seeds and positions of the rows: the noise of sampling depends on (seed, position) alone,
 so that at a temperature above 0 both models draw the same token wherever their distributions allow it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
