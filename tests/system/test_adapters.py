@@ -377,7 +377,7 @@ def test_over_http_adapters_are_models_that_come_and_go() -> None:
         assert refused.status_code == 400 and "adapters only generate" in refused.text
 
 
-SPOKEN, EXACT = ("add", "recall"), ("repeat", "retrieve")
+SPOKEN, EXACT = ("add", "recall"), ("repeat",)
 """Skills whose answers the adapters restyle, and others."""
 
 

@@ -259,13 +259,15 @@ def test_heads_draft_what_they_are_recorded_to_draft() -> None:
         assert abs(found["tokens_a_step"] / recorded["tokens_a_step"] - 1) < 0.25, (name, found, recorded)
 
 
-def test_over_http_it_answers_alike(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_over_http_it_answers_alike(count: int, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     """Tools, thoughts and long contexts, through the server that runs if no model is named."""
     skills = ["tool-call", "tool-answer", "think", "json", "retrieve"]
     with served(canary.NAME) as server:
-        assert main(["eval", "canary", "--url", server.url, "--prompts", "12", "--skills", ",".join(skills), "--json"]) == 0
+        flags = ["--prompts", str(count), "--skills", ",".join(skills), "--json"]
+        assert main(["eval", "canary", "--url", server.url, *flags]) == 0
     found = json.loads(capsys.readouterr().out)["scores"]
-    assert [(each["skill"], each["right"]) for each in found] == [(skill, score(llm, skill, 12).right) for skill in skills]
+    assert [(each["skill"], each["right"]) for each in found] == [(skill, score(llm, skill, count).right) for skill in skills]
 
 
 def test_greedy_answers_equal_transformers() -> None:

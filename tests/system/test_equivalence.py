@@ -211,7 +211,7 @@ def test_pairs_are_covered_by_few_routes() -> None:
     assert len(covering({"a": dict.fromkeys("xyz"), "b": dict.fromkeys("xyz"), "c": dict.fromkeys("xy")}, 2)) == 9
 
 
-@pytest.mark.parametrize("route", sampled(PAIRS, 3, name=named))
+@pytest.mark.parametrize("route", sampled(PAIRS, 6, name=named))
 def test_trained(route: Route, tmp_path: Path) -> None:
     preemptions = _check(need(MODELS / "stories260k"), 512, route, tmp_path)
     # With room for one sequence and little more, so many cannot be held; codes are a quarter of what the room is measured for.
@@ -219,7 +219,7 @@ def test_trained(route: Route, tmp_path: Path) -> None:
     assert preemptions > 0 or few
 
 
-@pytest.mark.parametrize("route", sampled(PAIRS, 8, 1, named))
+@pytest.mark.parametrize("route", sampled(PAIRS, 16, 1, named))
 def test_alternating_windows(alternating: Path, route: Route, tmp_path: Path) -> None:
     _check(alternating, 160, route, tmp_path)
 
@@ -245,7 +245,7 @@ def test_latents_and_sinks_by_all_pairs(name: str, route: Route, tmp_path: Path)
     _check(ASSETS / name, 4096, route, tmp_path)
 
 
-@pytest.mark.parametrize("route", sampled(PAIRS, 16, 3, named))
+@pytest.mark.parametrize("route", sampled(PAIRS, 32, 3, named))
 def test_mixture(mixture: Path, route: Route, tmp_path: Path) -> None:
     _check(mixture, 160, route, tmp_path)
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.data import MODELS, TRAINED, need
+from tests.sampling import sampled
 from tests.system.fakes import NAME as FAKE
 from tests.system.fakes import SLOW
 from tests.system.served import NAME, Served, error_of, served
@@ -44,7 +45,7 @@ def check_golden(case: dict[str, Any], answer: dict[str, Any]) -> None:
     assert worst < 1e-3, f"a log probability is off by {worst}"
 
 
-@pytest.mark.parametrize("model", TRAINED)
+@pytest.mark.parametrize("model", sampled(TRAINED, len(TRAINED)))
 def test_golden(model: str) -> None:
     """The trained models' greedy outputs, ids exactly and log probabilities within 1e-3: alone, then with 32 neighbours."""
     cases = json.loads((need(MODELS / model) / "greedy_golden.json").read_text())["cases"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -31,6 +32,7 @@ from penstock.worker.drafters.suffix import Suffix
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.dummy import dummy_round
 from tests.data import MODELS, need
+from tests.sampling import sampled
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DRAFT, EAGLE, LATENT = (str(ASSETS / f"canary-{name}") for name in ("draft", "eagle", "mla"))
@@ -426,9 +428,10 @@ def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float]
     assert freedom >= 10 and square < freedom + 5 * (2 * freedom) ** 0.5, (square, freedom)
 
 
-@pytest.mark.parametrize("rule", ["probabilistic", "block"])
-@pytest.mark.parametrize("drafter", [{"model": DRAFT}, {"model": EAGLE}, {"method": "ngram"}], ids=str)
-def test_rejection_changes_no_greedy_answer_and_repeats_itself(rule: str, drafter: dict[str, str]) -> None:
+@pytest.mark.parametrize("case", sampled(itertools.product(
+    ["probabilistic", "block"], [{"model": DRAFT}, {"model": EAGLE}, {"method": "ngram"}]), 2), ids=str)
+def test_rejection_changes_no_greedy_answer_and_repeats_itself(case: tuple[str, dict[str, str]]) -> None:
+    rule, drafter = case
     config = {**drafter, "rejection_sample_method": rule, **FIXED}
     drawn: dict[str, Any] = {"temperature": 2.0, "top_k": 50, "n": 2}
     with opened() as plain, opened(speculative_config=config) as drafting:
