@@ -1,10 +1,10 @@
 """Decoding of a mixture over the part of its experts that the card holds: tokens a second, hit rate and PCIe's share.
 
-usage: experts_held.py [--held 128,64,43,16] [--layers 8] [--seconds S] [--output FILE.jsonl]
+usage: experts_held.py [--held 128,64,43,16] [--quantization fp8] [--layers 8] [--seconds S] [--output FILE.jsonl]
 
 The shape is that of 30B-A3B with fewer layers; weights are random, tokens are drawn at temperature 1, so that picks are nearly
-even: the hardest case for experts in host memory. Each engine is measured with the CPU's part and, its graphs captured again,
-without. Prints a line for each number of sequences. No new part begins after S seconds.
+even: the hardest case for experts in host memory. Each engine is measured with the CPU's part, if it has one, and, its graphs
+captured again, without. Prints a line for each number of sequences. No new part begins after S seconds.
 
 After the runs that are timed, short ones show what a step does: picks are read from the memory that the captured step left them
 in, so that the graphs that are timed hold nothing that counts."""
@@ -84,9 +84,9 @@ def link_bytes_per_second(size: int = 1 << 30) -> float:
 class Held:
     """An engine, and what is measured on it."""
 
-    def __init__(self, folder: Path, held: int | None, vocabulary: int) -> None:
+    def __init__(self, folder: Path, held: int | None, vocabulary: int, quantization: str | None = None) -> None:
         """`held`: experts of each layer on the card; None: all."""
-        more = {} if held is None else {"experts_on_device": str(held)}
+        more = {"quantization": quantization} | ({} if held is None else {"experts_on_device": str(held)})
         self.seen, self.random, self.vocabulary = dict[tuple[int, int], list[Seen]](), random.Random(0), vocabulary
         """By layer and number of tokens: those of the graphs that were captured for so many, the last one first."""
         self._begin = Residency.begin
@@ -186,6 +186,7 @@ class Held:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held", default="128,43,64,16", help="experts of each layer on the card, one part for each")
+    parser.add_argument("--quantization", help="of the weights, at load")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=140.0, help="no part begins later")
     parser.add_argument("--output", type=Path)
@@ -199,15 +200,17 @@ def main() -> int:
             if time.perf_counter() - began > args.seconds:
                 print(f"no time for {held} experts", file=sys.stderr)
                 continue
-            some = Held(model, None if held >= shape["num_experts"] else held, shape["vocab_size"])
-            for cpu in (True, False) if some.layers else (False,):
-                if some.layers and not cpu:
+            some = Held(model, None if held >= shape["num_experts"] else held, shape["vocab_size"], args.quantization)
+            helped = bool(some.layers) and some.layers[0].helper is not None
+            for cpu in (True, False) if helped else (False,):
+                if helped and not cpu:
                     some.without_cpu()
                 helper = some.layers[0].helper if some.layers else None
                 costs = None if helper is None else helper.costs._asdict()
                 for batch in BATCHES:
-                    line = {"held": held, "cpu": cpu, "layers": args.layers, "start_s": some.start_seconds, "costs_us": costs,
-                            "link_gb_s": link / 1e9} | some.measured(batch, link) | {"at_s": time.perf_counter() - began}
+                    line = {"held": held, "quantization": args.quantization, "cpu": cpu, "layers": args.layers,
+                            "start_s": some.start_seconds, "costs_us": costs, "link_gb_s": link / 1e9}
+                    line |= some.measured(batch, link) | {"at_s": time.perf_counter() - began}
                     print(json.dumps(line), flush=True)
                     if args.output:
                         with args.output.open("a") as file:

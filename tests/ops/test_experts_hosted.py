@@ -1,5 +1,5 @@
-"""Experts in host memory: the result is that of all on the device, wherever each is or is computed, and those picked often come
-to it."""
+"""Experts in host memory, plain or quantized: the result is that of all on the device, wherever each is or is computed, and
+those picked often come to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.core.device import DeviceFacts
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, ModelError
 from penstock.engine.engine import Engine
 from penstock.models import describe
 from penstock.ops import experts_helped, experts_hosted, registry
@@ -25,12 +25,18 @@ from penstock.ops.experts_hosted import HostedStack, Residency, Stages
 from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, launch
 from penstock.ops.registry import bind, implementations
 from penstock.ops.table import Implementation
+from penstock.quant.fp8 import FP8
+from penstock.quant.gguf import GGUF
+from penstock.quant.integer import Grouped, Int8
+from penstock.quant.microscaling import MXFP4, NVFP4
+from penstock.quant.scheme import PLAIN
 from penstock.worker import memory
 from penstock.worker.memory import packed_bytes, resident
 from tests.ops.interpreter import DEVICE
 from tests.ops.kernels import DTYPES as EVERY_TYPE
 from tests.ops.kernels import close, usable
 from tests.ops.test_experts import GLUS, Case, inputs, plain
+from tests.ops.test_experts_coded import PLANS as CODED_PLANS
 from tests.ops.test_experts_triton import PLANS
 
 OPS = TritonExperts()
@@ -40,7 +46,8 @@ CASE = Case(7, 9, 3, 64, 48)
 def hosted(held: dict[str, Any], slots: int, stages: Stages, ops: TritonExperts = OPS, glu: Glu = GLUS["swiglu"],
            inward: bool = False) -> tuple[Residency, HostedStack, HostedStack]:
     pinned = [held[name].pin_memory() if DEVICE.type == "cuda" else held[name].clone() for name in ("up", "down")]
-    up, down = (ops.host(one, slots, DEVICE) for one in pinned)
+    up, down = (ops.pack_stored(PLAIN, {"weight": one.flatten(0, 1)}, len(one), one.shape[1:], one.dtype, slots, DEVICE)
+                for one in pinned)
     assert isinstance(up, HostedStack) and isinstance(down, HostedStack)
     biases = (None if bias is None else bias.to(DEVICE) for bias in (held["up_bias"], held["down_bias"]))
     return Residency(up, down, stages, glu, *biases, inward), up, down
@@ -69,6 +76,43 @@ def test_wherever_experts_are(plan: Plan) -> None:
         for one, layer in zip(held, layers, strict=True):
             check(plan, one, layer)
         assert layers[1][0].promote(np.arange(9) * 10, 3) > 0
+
+
+@pytest.mark.parametrize("scheme, plan", [
+    (FP8("token"), "one by one"), (FP8("group", (128, 128)), "sorted"), (FP8(), "unsorted"), (Int8("token"), "sorted"),
+    (MXFP4(), "one by one"), (NVFP4(), "unsorted"), (Grouped(4, 128), "one by one"), (Grouped(4, 32, "uint8"), "sorted"),
+    (GGUF("q8_0"), "sorted"), (GGUF("q4_1"), "unsorted")], ids=lambda value: getattr(value, "name", value))
+def test_codes_wherever_experts_are(scheme: Any, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized experts give the bits of all on the device, packed at once or in pieces, before and after a promotion."""
+    held = inputs(Case(2, 4, 2, 256, 128), torch.float16)
+    there = {name: held[name].to(DEVICE) for name in ("x", "picks", "weights")}  # type: ignore[union-attr]
+    parts = {name: scheme.encode(held[name].flatten(0, 1).float()) for name in ("up", "down")}  # type: ignore[union-attr]
+
+    def packed(name: str, slots: int) -> Stack:
+        own = {suffix: part.to(DEVICE) for suffix, part in parts[name].items()} if not slots else parts[name]
+        count, n, k = held[name].shape  # type: ignore[union-attr]
+        return OPS.pack_stored(scheme, own, count, (n, k), torch.float16, slots, DEVICE if slots else None)
+
+    whole = [packed(name, 0) for name in ("up", "down")]
+    monkeypatch.setattr("penstock.ops.experts_coded._AT_ONCE", 1)
+    up, down = (packed(name, 1) for name in ("up", "down"))
+    assert isinstance(up, HostedStack) and isinstance(down, HostedStack) and up.nbytes < whole[0].nbytes
+    residency = Residency(up, down, Stages(), Glu(), None, None, False)
+    assert residency.helper is None, "the CPU does not read these codes"
+    wanted = launch(CODED_PLANS[plan], up=whole[0], down=whole[1], glu=Glu(), **there)
+    for popular in (3, 1):
+        for stack in (up, down):
+            stack.stage.view(torch.uint8).fill_(0x5a)
+        assert residency.promote(np.eye(4, dtype=np.int64)[popular] * 9, 1) == 1 and residency.slot[popular] == 0
+        left, join = residency.begin(there["x"], there["picks"], there["weights"], whole=False)
+        assert left is there["picks"] and join is None
+        assert torch.equal(launch(CODED_PLANS[plan], up=up, down=down, glu=Glu(), **there), wanted)
+
+
+def test_codes_that_share_panels_are_refused() -> None:
+    scheme = Grouped(4, 32)
+    with pytest.raises(ModelError, match="experts of 48 rows of 4-bit codes cannot be in host memory"):
+        OPS.pack_stored(scheme, scheme.encode(torch.randn(5 * 48, 64)), 5, (48, 64), torch.float16, 2, DEVICE)
 
 
 def test_more_picks_than_are_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +209,9 @@ def test_matrices_as_they_are_stored(implementation: Implementation, dtype: torc
 class Placed(ExpertsOps):
     """The reference, reading each matrix from the place that the table names."""
 
-    def host(self, matrices: torch.Tensor, slots: int, device: torch.device) -> Stack:
-        return HostedStack(matrices, slots, device, self)
+    def pack_stored(self, _scheme: Any, parts: Any, count: int, shape: tuple[int, int], _dtype: torch.dtype, slots: int = 0,
+                    device: torch.device | None = None) -> Stack:
+        return HostedStack(parts["weight"].view(count, *shape), slots, device or DEVICE, self)
 
     def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(stack, HostedStack)
@@ -219,9 +264,16 @@ def test_as_many_as_fit() -> None:
     assert resident("auto", spec, dtype, bound, facts, 2 * whole) == resident("16", spec, dtype, bound, facts, 0) == 0
     dense = describe(config | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     cpu = DeviceFacts("cpu", "a CPU", 1 << 37, 16, frozenset(), (0, 0))
-    stored = describe(config | {"quantization_config": {"quant_method": "fp8"}})
-    for other, where, why in ((dense, facts, "has no experts"), (spec, cpu, "is for GPUs"), (stored, facts, "stored as fp8"),
-                              (spec, facts, "not even|with one expert")):
+    stored = describe(config | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    codes = each // 2
+    all_codes = packed_bytes(stored, dtype, bound)
+    for held in (1, 5, 15):
+        took = packed_bytes(replace(stored, resident=held), dtype, bound)
+        assert took == all_codes - 4 * (16 - held) * codes + (16 - held) * codes
+        assert resident("auto", stored, dtype, bound, facts, int(took / 0.8) + 8) == held
+    del bound.able["experts.fp8_block"]
+    for other, where, why in ((dense, facts, "has no experts"), (spec, cpu, "is for GPUs"),
+                              (stored, facts, "stored as fp8_block, which are decoded"), (spec, facts, "with one expert")):
         with pytest.raises(ConfigError, match=why):
             resident("auto", other, dtype, bound, where, whole // 8)
 

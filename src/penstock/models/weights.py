@@ -448,7 +448,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
         else:
             whole = torch.full(parameter.shape, parameter.rest, dtype=getattr(torch, parameter.dtype or str(dtype)[6:]),
                                device=device)
-        if own.resident:
+        if own.resident and parameter.scheme == PLAIN:
             whole = _room(parameter.shape, dtype, device, parameter).copy_(whole)
         parts = {"": whole} if parameter.scheme is None else parameter.scheme.encode(whole)
         _keep(values, own, _place(shares.taken(own, parts), own, dtype, device, kernels), away)

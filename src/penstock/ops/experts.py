@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops.activation import ACTIVATIONS
+from penstock.ops.coded_forms import CodedWeight
 from penstock.ops.linear import Weight
 from penstock.ops.table import register
 
@@ -42,6 +43,8 @@ class Stack(Weight):
     """`count` packed [n, k] matrices. The layout of `data` is private to the implementation, `grouped`, that packed it."""
 
     __slots__ = ("count", "grouped")
+    coded: CodedWeight | None = None
+    """What quantized matrices are, one behind the other as its rows, where GPU kernels decode them."""
 
     def __init__(self, data: torch.Tensor, count: int, n: int, k: int, dtype: torch.dtype, grouped: ExpertsOps) -> None:
         super().__init__(data, n, k, dtype)
@@ -77,7 +80,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertsOps:
-    """The reference. An implementation has `pack` and `apply`, those of schemes `pack_stored`, those of GPUs `host`."""
+    """The reference. An implementation has `pack` and `apply`, those of schemes and of host memory `pack_stored`."""
 
     invariant = False
     """Sums are in one order, whatever the number of tokens."""
@@ -91,14 +94,11 @@ class ExpertsOps:
         """Takes matrices that kernels of the operation `linear` have packed one by one: only picked ones are read."""
         return Loose(each, dtype, ExpertsOps())
 
-    def host(self, matrices: torch.Tensor, _slots: int, device: torch.device) -> Stack:
-        """Packs plain [E, n, k] matrices in pinned host memory: some on the device too (slots), if that can be, else all."""
-        return self.pack(matrices.to(device))
-
     def pack_stored(self, scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int],
-                    dtype: torch.dtype) -> Stack:
+                    dtype: torch.dtype, _slots: int = 0, _device: torch.device | None = None) -> Stack:
         """Packs `count` matrices of `shape`, whose parts (`quant/scheme.py::Scheme.parts`) are joined by rows, for
-        activations of `dtype`. `apply` takes two stacks of any schemes."""
+        activations of `dtype`. `apply` takes two stacks of any schemes. With `slots`, so many of the matrices are on the
+        `device`, and all in pinned host memory, where parts of plain ones are already."""
         return self.pack(scheme.decode(parts, dtype).view(count, *shape))
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from penstock.ops import gpu
 from penstock.ops.coded_forms import CodedWeight, coded, joined
 from penstock.ops.coded_triton import fitting, quantized
 from penstock.ops.experts import ExpertsOps, Glu, Stack
+from penstock.ops.experts_hosted import HostedStack
 from penstock.ops.linear import rows_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class CodedStack(Stack):
     """Matrices of one scheme, one behind the other as the rows of `coded`."""
 
     __slots__ = ("coded",)
+    coded: CodedWeight
 
     def __init__(self, coded_: CodedWeight, count: int, n: int, k: int, dtype: torch.dtype, grouped: ExpertsOps) -> None:
         super().__init__(coded_.data, count, n, k, dtype, grouped)
@@ -48,28 +50,41 @@ class CodedStack(Stack):
 
 
 def pack(scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int], dtype: torch.dtype,
-         grouped: ExpertsOps) -> CodedStack:
-    """`count` matrices of `shape`, whose parts are joined by rows."""
+         grouped: ExpertsOps, slots: int = 0, device: torch.device | None = None) -> Stack:
+    """`count` matrices of `shape`, whose parts are joined by rows. With `slots` all codes are in pinned host memory, those of
+    so many matrices on the `device` too, where all scales are."""
     n, k = shape
     # Borders of what is packed at a time are those of panels of 4-bit codes.
     least = 128 // math.gcd(n, 128)
     step = max(least, _AT_ONCE // (n * k) // least * least)
+    each, host = list[CodedWeight](), None
+    for first in range(0, count, step):
+        some = min(step, count - first)
+        own = rows_of(scheme, parts, (count * n, k), dtype, first * n, (first + some) * n)
+        piece = coded(scheme, {suffix: part.to(device or part.device) for suffix, part in own.items()}, (some * n, k), dtype)
+        each.append(piece)
+        if slots:
+            if piece.four and n % 64:
+                raise ModelError(f"experts of {n} rows of 4-bit codes cannot be in host memory, because they share panels of "
+                                 "64 rows; leave out experts_on_device")
+            codes, piece.data = piece.data[:some * n].view(some, n, -1), piece.data[:0]
+            if host is None:
+                host = codes.new_empty(count, *codes.shape[1:], device="meta" if codes.is_meta else "cpu",
+                                       pin_memory=codes.is_cuda)
+            host[first:first + some].copy_(codes)
+    if host is None:
+        return CodedStack(joined(each), count, n, k, dtype, grouped)
+    return HostedStack(host, slots, each[0].data.device, grouped, joined(each))
 
-    def pieces() -> Iterator[CodedWeight]:
-        for first in range(0, count, step):
-            some = min(step, count - first)
-            own = rows_of(scheme, parts, (count * n, k), dtype, first * n, (first + some) * n)
-            yield coded(scheme, own, (some * n, k), dtype)
 
-    return CodedStack(joined(list(pieces())), count, n, k, dtype, grouped)
-
-
-def product(tile: Tile, x: torch.Tensor, stack: CodedStack, bias: torch.Tensor | None, picks: torch.Tensor,
+def product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor,
             scales: torch.Tensor, found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
     """Launches one grouped GEMM: gated with a `glu`, weighted without. x: the tokens, or results by pick or place."""
     from penstock.ops import experts_coded_kernels as kernels  # Triton: heavy, and not everywhere
 
     weight, total, count = stack.coded, picks.numel(), picks.shape[1]
+    assert weight is not None
+    where = stack.where if isinstance(stack, HostedStack) else None
     gated, n = glu is not None, stack.n // 2 if glu is not None else stack.n
     if gated and inward:  # a row for each pick, with its weight in it
         x, count = (x[:, None] * scales[..., None]).to(x.dtype).flatten(0, 1), 1
@@ -81,7 +96,7 @@ def product(tile: Tile, x: torch.Tensor, stack: CodedStack, bias: torch.Tensor |
         "scaled": weight.scaled, "four": weight.four, "stages": tile.stages, "fast": x.device.type != "cpu", "gated": gated,
         "activation": kind.kind, "alpha": kind.alpha, "limit": kind.limit, "shift": kind.shift, "inward": inward,
         "linked": linked, "num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": linked}
-    read = codes, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, picks
+    read = codes, xs, stack.data, where, weight.words, weight.gains, weight.table, bias, out, picks
     sizes = codes.stride(0), codes.shape[0], weight.padded, weight.spread
     if tile.tall == 1:
         kernels.picked[(-(-n // tile.wide), total)](*read, scales, n, stack.k, *sizes, **shared)

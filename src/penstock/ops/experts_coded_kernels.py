@@ -14,8 +14,14 @@ from penstock.ops.experts_kernels import _leave, _matches, _ranked, _sorted_pick
 
 
 @triton.jit
-def _codes(codes, row, k, rk, size: tl.constexpr, four: tl.constexpr):
-    """Where the codes of rows [wide] begin, and their columns `rk`."""
+def _codes(codes, where, expert, base, row, k, rk, size: tl.constexpr, four: tl.constexpr):
+    """Where the codes of an expert's rows [wide] begin, and their columns `rk`. Its first row is `base`, or at an element that
+    `where` [E] says, a multiple of 16."""
+    if where is None:
+        row = base + row
+    else:
+        codes += tl.multiple_of(tl.load(where + expert), 16)
+        row = row.to(tl.int64)
     if four:
         at = codes + (row // 64)[:, None] * (k * 16) + (row % 64 * size)[:, None] + rk[None, :]
     else:
@@ -35,7 +41,7 @@ def _finish(total, gains, row, each, scaled: tl.constexpr, swap: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride, rows,
+def _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride, rows,
           padded, spread, count: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr,
           swap: tl.constexpr, even: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
           parts: tl.constexpr, scaled: tl.constexpr, four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr,
@@ -44,15 +50,16 @@ def _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, 
     """`tall` picks of one expert times `wide` of its outputs (of each half, if gated), `units` units of columns a step."""
     rn = column * wide + tl.arange(0, wide)
     base = expert.to(tl.int64) * n * (2 if gated else 1)
-    own = base + tl.minimum(rn, n - 1)
+    kept = tl.minimum(rn, n - 1)
+    own = base + kept
     size: tl.constexpr = unit // 4 if four else unit
     rk = tl.arange(0, size)
-    at = _codes(codes, own, padded, rk, size, four)
+    at = _codes(codes, where, expert, base, kept, padded, rk, size, four)
     row = (pick // count if gated else places).to(tl.int64)
     v = x + row[:, None] * stride + rk[None, :]
     height: tl.constexpr = wide if swap else tall
     width: tl.constexpr = tall if swap else wide
-    beside = _codes(codes, own + n, padded, rk, size, four) if gated else at
+    beside = _codes(codes, where, expert, base, kept + n, padded, rk, size, four) if gated else at
     total, other = _walk(v, within, at, beside, xs, row, rows, words, own, n, table, k, 0, padded, padded, spread, height,
                          width, unit, units, stages, even, kind, form, half, parts, scaled, gated, False, swap, fast)
     each = tl.load(xs + row, mask=within, other=0.0) if scaled == "token" else row
@@ -67,12 +74,13 @@ def _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, 
 
 
 @triton.jit(do_not_specialize=("total", "rows"))
-def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, tile_expert, tile_place, scales, total, n, k,
-            stride, rows, padded, spread, arranged: tl.constexpr, count: tl.constexpr, block: tl.constexpr, tall: tl.constexpr,
-            wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr, swap: tl.constexpr, even: tl.constexpr,
-            kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
-            four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr, activation: tl.constexpr,
-            alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
+def product(x, xs, codes, where, words, gains, table, bias, out, picks, order, starts, tile_expert, tile_place, scales, total,
+            n, k, stride, rows, padded, spread, arranged: tl.constexpr, count: tl.constexpr, block: tl.constexpr,
+            tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr, swap: tl.constexpr,
+            even: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr,
+            scaled: tl.constexpr, four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr,
+            activation: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr,
+            linked: tl.constexpr):
     """The grouped GEMM, with the grids of ops/experts_kernels.py::grouped.
 
     x [rows, k], with scales xs if it is `scaled`: [rows] ("token") or [padded / unit, rows] ("group")."""
@@ -85,22 +93,22 @@ def product(x, xs, codes, words, gains, table, bias, out, picks, order, starts, 
         if expert < 0:
             return
         places, within, pick = _sorted_picks(order, starts, tile_place, expert, tall)
-        _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride, rows,
-              padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four, stages, fast,
-              gated, activation, alpha, limit, shift, inward)
+        _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride,
+              rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four, stages,
+              fast, gated, activation, alpha, limit, shift, inward)
     else:
         expert = tl.program_id(1)
         match, rank, mine = _matches(picks, expert, total, block)
         for first in range(0, mine, tall):
             slot = first + tl.arange(0, tall)
             pick = _ranked(match, rank, slot, block)
-            _tile(x, xs, codes, words, gains, table, bias, out, scales, expert, pick, pick, slot < mine, column, n, k, stride,
-                  rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four,
-                  stages, fast, gated, activation, alpha, limit, shift, inward)
+            _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, pick, pick, slot < mine, column, n, k,
+                  stride, rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled,
+                  four, stages, fast, gated, activation, alpha, limit, shift, inward)
 
 
 @triton.jit(do_not_specialize=("rows",))
-def picked(x, xs, codes, words, gains, table, bias, out, picks, scales, n, k, stride, rows, padded, spread,
+def picked(x, xs, codes, where, words, gains, table, bias, out, picks, scales, n, k, stride, rows, padded, spread,
            count: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr, even: tl.constexpr,
            kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr, scaled: tl.constexpr,
            four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr, activation: tl.constexpr,
@@ -116,11 +124,12 @@ def picked(x, xs, codes, words, gains, table, bias, out, picks, scales, n, k, st
     row = (pick // count if gated else pick).to(tl.int64)
     rn = tl.program_id(0) * wide + tl.arange(0, wide)
     base = expert.to(tl.int64) * n * (2 if gated else 1)
-    own = base + tl.minimum(rn, n - 1)
+    kept = tl.minimum(rn, n - 1)
+    own = base + kept
     size: tl.constexpr = unit // 4 if four else unit
     rk = tl.arange(0, size)
-    at = _codes(codes, own, padded, rk, size, four)
-    beside = _codes(codes, own + n, padded, rk, size, four) if gated else at
+    at = _codes(codes, where, expert, base, kept, padded, rk, size, four)
+    beside = _codes(codes, where, expert, base, kept + n, padded, rk, size, four) if gated else at
     within = pick >= 0
     total, other = _walk(x + row[:, None] * stride + rk[None, :], within, at, beside, xs, row, rows, words, own, n, table, k, 0,
                          padded, padded, spread, wide, size, unit, units, stages, even, kind, form, half, parts, scaled, gated,

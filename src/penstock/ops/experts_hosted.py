@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.ops.coded_forms import CodedWeight
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_helped import Absent, Helper, helper
 
@@ -31,19 +32,24 @@ class Stages(dict[tuple[int, int, torch.dtype], torch.Tensor]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.helpers: dict[tuple[int, torch.dtype], Helper | None] = {}
+        self.helpers: dict[tuple[int, torch.dtype, bool], Helper | None] = {}
 
 
 class HostedStack(Stack):
-    """E matrices [n, k]: `host` [E, n, k], and `data` [slots, n, k] on the device, in which at first the first ones are."""
+    """E matrices [n, k]: `host` [E, n, k], and `data` [slots, n, k] on the device, in which at first the first ones are.
 
-    __slots__ = ("host", "stage", "where")
+    If they are quantized, `host` and `data` have codes, and `coded` the rest for all E, on the device."""
 
-    def __init__(self, host: torch.Tensor, slots: int, device: torch.device, grouped: ExpertsOps) -> None:
-        count, n, k = host.shape
-        assert n * k % 16 == 0 and 0 < slots < count, (host.shape, slots)
-        super().__init__(host[:slots].to(device, copy=True), count, n, k, host.dtype, grouped)
-        self.host = host
+    __slots__ = ("coded", "host", "stage", "where")
+
+    def __init__(self, host: torch.Tensor, slots: int, device: torch.device, grouped: ExpertsOps,
+                 coded: CodedWeight | None = None) -> None:
+        count, n, columns = host.shape
+        assert n * columns % 16 == 0 and 0 < slots < count, (host.shape, slots)
+        k, dtype, beside = (columns, host.dtype, 0) if coded is None else (coded.k, coded.dtype, coded.nbytes)
+        super().__init__(host[:slots].to(device, copy=True), count, n, k, dtype, grouped)
+        self.host, self.coded = host, coded
+        self.nbytes += beside
         self.where = torch.empty(count, dtype=torch.int64, device=device)
         """[E] at which element from the beginning of `data` on an expert's matrix begins: there, or in the stage."""
         self.stage: torch.Tensor
@@ -59,9 +65,9 @@ class Residency:
         self.stacks = up, down
         slots, device = len(up.data), up.data.device
         for stack in self.stacks:
-            key, size = (stack.n, stack.k, stack.dtype), up.count - slots
+            key, size = (stack.n, stack.k, stack.host.dtype), up.count - slots
             if key not in stages or len(stages[key]) < size:
-                stages[key] = torch.empty(size, stack.n, stack.k, dtype=stack.dtype, device=device)
+                stages[key] = torch.empty(size, *stack.host.shape[1:], dtype=stack.host.dtype, device=device)
             stack.stage = stages[key]
         self.slot = np.full(up.count, -1)
         """[E] of each expert; -1: it has none."""
@@ -71,11 +77,12 @@ class Residency:
         self._tell()
         biases = (None if bias is None else bias.to(up.host.device) for bias in (up_bias, down_bias))
         self._absent = Absent(self._missing, (up.host, down.host, glu, *biases, inward))
-        kind = up.k, up.dtype
+        quantized = up.coded is not None or down.coded is not None
+        kind = up.k, up.dtype, quantized
         if kind not in stages.helpers:
-            # The CPU sums in another order than the GPU, and 16 rows at a time.
-            alone = up.grouped.invariant or up.n % 16 or down.n % 16
-            stages.helpers[kind] = found = None if alone else helper(*kind, device)
+            # The CPU sums in another order than the GPU, and 16 rows at a time, and reads codes that are packed in another way.
+            alone = quantized or up.grouped.invariant or up.n % 16 or down.n % 16
+            stages.helpers[kind] = found = None if alone else helper(up.k, up.dtype, device)
             if found is not None and device.type == "cuda":
                 found.measure(self._absent, self.fetch)
         self.helper = stages.helpers[kind]
@@ -85,7 +92,7 @@ class Residency:
         missing = np.flatnonzero(self.slot < 0)
         _send(self._missing, missing)
         for stack in self.stacks:
-            size = stack.n * stack.k
+            size = stack.host[0].numel()
             where = self.slot * size
             where[missing] = (stack.stage.data_ptr() - stack.data.data_ptr()) // stack.data.element_size()
             where[missing] += np.arange(len(missing)) * size
@@ -109,7 +116,7 @@ class Residency:
         pairs = [one.view(torch.int32) for stack in self.stacks for one in (stack.host, stack.stage)]
         every = total >= _EVERY
         fetch[(len(self._missing), _PROGRAMS)](
-            picks, total, self._missing, *pairs, *(stack.n * stack.k * stack.host.element_size() // 4 for stack in self.stacks),
+            picks, total, self._missing, *pairs, *(stack.host[0].nbytes // 4 for stack in self.stacks),
             every=every, most=_EVERY if not every else 1, block=_BLOCK, num_warps=8)
 
     def promote(self, picked: npt.NDArray[np.int64], most: int) -> int:

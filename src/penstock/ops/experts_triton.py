@@ -15,7 +15,6 @@ from penstock.ops import experts_coded, gpu
 from penstock.ops.coded_forms import FP8, NAMES
 from penstock.ops.coded_triton import quantized
 from penstock.ops.experts import ExpertsOps, Glu, Stack
-from penstock.ops.experts_coded import CodedStack
 from penstock.ops.experts_hosted import HostedStack
 from penstock.ops.linear_triton import Tile
 from penstock.ops.table import register
@@ -71,7 +70,7 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
     def tile(tall: int, wide: int, warps: int = 4) -> Tile:
         return Tile(tall, wide, 128, warps=warps, stages=4 if tall <= 32 else 3, swap=True)
 
-    coded = [stack.coded for stack in (up, down) if isinstance(stack, CodedStack)]
+    coded = [stack.coded for stack in (up, down) if stack.coded is not None]
     four, total = all(one.four for one in coded), tokens * picks
     each = total / up.count
     alone = all(one.kind in ("int4", "e2m1", "plain") for one in coded) and not invariant
@@ -88,13 +87,13 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
     if boxed:
         return Plan(_SHORT._replace(deep=128, warps=8), _SHORT._replace(deep=128), True)
     # With scales of groups, sums of a group are kept beside the two of gate and up.
-    lean = isinstance(up, CodedStack) and up.coded.form != "row"
+    lean = up.coded is not None and up.coded.form != "row"
     return Plan(tile(128, 64 if lean else 128, warps=8), tile(128, 128, warps=8), True)
 
 
 def _boxed(stack: Stack) -> bool:
     """Whether a stack is of FP8 codes that TMA can read, of which rows alone have scales, as those of x have."""
-    coded = getattr(stack, "coded", None)
+    coded = stack.coded
     return coded is not None and (coded.data.dtype, coded.kind, coded.form, coded.scaled, coded.padded) == (
         FP8, "plain", "row", "token", stack.k)
 
@@ -133,7 +132,7 @@ def _sort(picks: torch.Tensor, experts: int, tall: int) -> Sorted:
 def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor, scales: torch.Tensor,
              found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
     """Launches one grouped GEMM: gated with a `glu`, weighted without."""
-    if isinstance(stack, CodedStack) and not tile.boxed:
+    if stack.coded is not None and not tile.boxed:
         experts_coded.product(tile, x, stack, bias, picks, scales, found, out, glu, inward)
         return
     from penstock.ops import experts_kernels as kernels
@@ -152,7 +151,7 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         parts, xs, gains = 2 if gated else 1, None, None
-        if isinstance(stack, CodedStack):
+        if stack.coded is not None:
             (x, xs), gains = quantized(x, stack.coded), stack.coded.gains
         box = TensorDescriptor.from_tensor(stack.data.view(experts * parts, n, k), [parts, tile.wide, tile.deep])
         rows = x if gated else TensorDescriptor.from_tensor(x, [tile.tall, tile.deep])
@@ -202,8 +201,7 @@ class TritonExperts(ExpertsOps):
     """The order of a product's summation may depend on the number of tokens."""
 
     def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
-        coded = isinstance(stack, CodedStack)
-        tile = choose_coded(1, 16, stack, stack, True).down if coded else Tile(16, 64, 128, stages=2, swap=True)
+        tile = Tile(16, 64, 128, stages=2, swap=True) if stack.coded is None else choose_coded(1, 16, stack, stack, True).down
         out = torch.empty(len(x), stack.n, dtype=x.dtype, device=x.device)
         for first in range(0, len(x), _UNSORTED):
             some = slice(first, first + _UNSORTED)
@@ -212,19 +210,18 @@ class TritonExperts(ExpertsOps):
                      torch.ones(chosen.shape, device=x.device), None, out[some], None, False)
         return out
 
-    def host(self, matrices: torch.Tensor, slots: int, device: torch.device) -> Stack:
-        return HostedStack(matrices, slots, device, self)
-
     def pack_stored(self, scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tuple[int, int],
-                    dtype: torch.dtype) -> Stack:
-        return experts_coded.pack(scheme, parts, count, shape, dtype, self)
+                    dtype: torch.dtype, slots: int = 0, device: torch.device | None = None) -> Stack:
+        if scheme.name == "plain" and device is not None:
+            return HostedStack(parts["weight"].view(count, *shape), slots, device, self)
+        return experts_coded.pack(scheme, parts, count, shape, dtype, self, slots, device)
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
               up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
               inward: bool = False) -> torch.Tensor:
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
                  and up.k % 8 == 0 and down.k % 8 == 0 and not isinstance(up, HostedStack))
-        if isinstance(up, CodedStack) or isinstance(down, CodedStack):
+        if up.coded is not None or down.coded is not None:
             plan = choose_coded(len(x), picks.shape[1], up, down, self.invariant, boxes)
         else:
             plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes, down.k <= 1024)

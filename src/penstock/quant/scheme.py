@@ -104,8 +104,9 @@ def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tenso
     """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it; with `stack`, so many matrices
     joined by rows as the operation `experts` reads them, the first `resident` of which are on the `device`, the rest not."""
     if resident:
-        assert device is not None and scheme == PLAIN, scheme.name
-        return kernels.experts.host(parts["weight"].view(stack, -1, shape[1]), resident, device)
+        grouped = kernels.experts if scheme == PLAIN else kernels.experts_for(scheme.name)
+        assert grouped is not None, scheme.name
+        return grouped.pack_stored(scheme, parts, stack, (shape[0] // stack, shape[1]), dtype, resident, device)
     if stack:
         return _pack_stack(scheme, stack, shape, parts, dtype, kernels)
     ops = kernels.linear_for(scheme.name, shape[0], shape[1])

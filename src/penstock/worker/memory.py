@@ -21,9 +21,10 @@ from penstock.core.state import StateSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models.away import PLACES
+from penstock.ops.experts_hosted import HostedStack
 from penstock.ops.registry import Kernels
 from penstock.platform.facts import available_memory
-from penstock.quant.scheme import PLAIN, empty
+from penstock.quant.scheme import empty
 from penstock.worker.dummy import dummy_plan
 from penstock.worker.graphs import Graphs
 from penstock.worker.sampler import MAX_LOGITS_ROWS
@@ -94,24 +95,24 @@ def _states(specs: Sequence[ModelSpec], config: EngineConfig) -> list[StateSpec]
 def packed_bytes(spec: ModelSpec, dtype: torch.dtype, kernels: Kernels) -> int:
     """Bytes of the parameters as a GPU's kernels hold them: packed, or decoded where none reads the stored form."""
     sizes: dict[tuple[object, ...], int] = {}
-    stages: dict[tuple[int, ...], int] = {}
+    stages: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
     visiting: Counter[str] = Counter()
     total = 0
     for parameter in spec.parameters():
-        scheme, key = parameter.scheme, (parameter.scheme, parameter.shape, parameter.stack, parameter.decoded)
+        scheme = parameter.scheme
+        key = scheme, parameter.shape, parameter.stack, parameter.decoded, parameter.resident
         if scheme is None:
             total += parameter.nbytes(str(dtype).removeprefix("torch."))
             continue
         before = total
-        if parameter.resident:
-            each = parameter.size * dtype.itemsize // parameter.stack
-            total += each * parameter.resident
-            stages[parameter.shape] = each * (parameter.stack - parameter.resident)
-            continue
         if key not in sizes:
             stays = not parameter.decoded and (not parameter.stack or kernels.experts_for(scheme.name) is not None)
-            sizes[key] = empty(scheme, parameter.shape, dtype, torch.device("meta"), kernels, parameter.stack).nbytes if stays \
-                else parameter.size * dtype.itemsize
+            sizes[key] = parameter.size * dtype.itemsize
+            if stays or parameter.resident:
+                held = empty(scheme, parameter.shape, dtype, torch.device("meta"), kernels, parameter.stack, parameter.resident)
+                sizes[key] = held.nbytes
+                if isinstance(held, HostedStack):
+                    stages[parameter.shape, held.host.dtype] = held.host[len(held.data):].nbytes
         total += sizes[key]
         if parameter.away:
             visiting[parameter.name.split(".")[1]] += total - before
@@ -158,10 +159,11 @@ def resident(asked: str | None, spec: ModelSpec, dtype: torch.dtype, kernels: Ke
         raise ConfigError("experts_on_device is for GPUs; on a CPU leave it out: offload_weights maps experts from a file")
     if not stacks:
         raise ConfigError(f"experts_on_device is set, but {spec.architecture} has no experts. Leave it out")
-    stored = {parameter.scheme.name for parameter in stacks if parameter.scheme not in (None, PLAIN)}
-    if stored or kernels.chosen["experts"].name == "reference":
-        what = f"experts that are stored as {', '.join(sorted(stored))}" if stored else "the reference kernel of experts"
-        raise ConfigError(f"experts_on_device cannot serve {what} yet, only plain ones by Triton. Leave it out")
+    names = {parameter.scheme.name for parameter in stacks if parameter.scheme is not None}
+    decoded = sorted(name for name in names if kernels.experts_for(name) is None)
+    if decoded or kernels.chosen["experts"].name == "reference":
+        what = f"experts stored as {', '.join(decoded)}, which are decoded" if decoded else "the reference kernel of experts"
+        raise ConfigError(f"experts_on_device cannot serve {what}, only those that Triton kernels read. Leave it out")
     most = min(parameter.stack for parameter in stacks)
     if asked != "auto":
         return int(asked) if int(asked) < most else 0
