@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from penstock import LLM, SamplingParams
+from penstock.canary.suite import SKILLS
 from penstock.checkpoint.hub import resolve_folder
 from penstock.cli.info import survey
 from penstock.config.schema import EngineOptions
@@ -108,6 +109,19 @@ def test_a_quantized_file_answers_as_its_decoded_matrices(kind: str, tmp_path: P
     if kind != "F16":
         found = survey(EngineOptions(model=str(tmp_path / "model.gguf"), device="cpu", max_model_len=64))
         assert kind.lower() in {one["scheme"] for one in found["weights"]}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M"])
+def test_llama_cpp_answers_the_same(kind: str) -> None:
+    """canary-256 by llama.cpp's quantizer, against llama.cpp's greedy tokens (tests/assets/make_canary_gguf.py)."""
+    folder = ASSETS.parent / "gguf-canary-256"
+    asked = json.loads((folder / "expected.json").read_text())["asked"]
+    wanted = SamplingParams(temperature=0, max_tokens=48, stop_token_ids=[2], include_stop_str_in_output=True)
+    with LLM(str(folder / f"{kind}.gguf"), device="cpu", dtype="float32", max_model_len=2048) as llm:
+        found = llm.generate([{"prompt_token_ids": one["prompt"]} for one in asked], wanted, use_tqdm=False)
+    assert {one["skill"] for one in asked} == {*SKILLS} - {"retrieve-4k"} and len(asked) == 2 * (len(SKILLS) - 1)
+    for one, output in zip(asked, found, strict=True):
+        assert list(output.outputs[0].token_ids) == one[kind], one["skill"]
 
 
 def test_split_files(tmp_path: Path) -> None:
