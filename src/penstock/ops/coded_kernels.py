@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.activation_kernel import rounded
 from penstock.ops.linear_kernels import _dot, _finish, _place, _together
+from penstock.ops.linked_kernel import await_previous, enter, follow, launch
 
 
 @triton.jit
@@ -301,9 +301,7 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
     else:
         at = codes + kept.to(tl.int64)[:, None] * padded + rk[None, :]
         beside = at + tl.cast(n, tl.int64) * padded
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked)
     v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
     height: tl.constexpr = wide if swap else tall
     width: tl.constexpr = tall if swap else wide
@@ -360,9 +358,7 @@ def fixed_point(x, codes, scales, rows, stride, k, units, span: tl.constexpr, li
 
     codes: int32 [4, rows, units * 16]: high and low bytes of the columns that a word's even fields belong to, then those of its
     odd fields; both bytes are signed. scales: float32 [units, rows]. x is read by pairs of 16-bit numbers."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     row = tl.program_id(1).to(tl.int64)
     u, m = tl.program_id(0) * span + tl.arange(0, span), tl.arange(0, 16)
     pairs = x.to(tl.pointer_type(tl.int32), bitcast=True) + row * (stride // 2)
@@ -408,8 +404,7 @@ def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.con
     at = codes + (first // 64).to(tl.int64) * (padded * 8) + first % 64 * 16 + u[:, None] * 1024 + word_of[None, :]
     beside = tl.cast(n, tl.int64) * (padded // 8)
     parts: tl.constexpr = 1 if gate is None else 2
-    if linked:
-        gdc_launch_dependents()
+    launch(linked)
     code = ()
     word = ()
     for t in tl.static_range(steps):
@@ -430,8 +425,7 @@ def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.con
                     word = word + (tl.where((here % 2 == 1)[:, None, None], both >> 16, both),)  # noqa: RUF005
                 else:
                     word = word + (tl.load(words + (place * spread)[:, None, None] + (h * n + kept)[None, :, None]),)  # noqa: RUF005
-    if linked:
-        gdc_wait()
+    await_previous(linked)
     plane = rows * units * 16
     for r in tl.static_range(rows):
         total = ()
@@ -526,9 +520,7 @@ def decode(codes, words, gains, table, ids, out, n, k, padded, spread, unit: tl.
 def quantize(x, codes, scales, fixed, stride, k, block: tl.constexpr, span: tl.constexpr, align: tl.constexpr,
              most: tl.constexpr, linked: tl.constexpr):
     """codes [rows, k] and scales [programs of a row, rows] of x: see `rounded`. A program takes `span` columns of a row."""
-    if linked:
-        gdc_launch_dependents()
-        gdc_wait()
+    enter(linked)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * span + tl.arange(0, block)
     inside = (tl.arange(0, block) < span) & (column < k)

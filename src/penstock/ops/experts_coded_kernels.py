@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.coded_kernels import _beside, _walk
 from penstock.ops.experts_kernels import _leave, _matches, _ranked, _sorted_picks
+from penstock.ops.linked_kernel import follow
 
 
 @triton.jit
@@ -84,9 +84,7 @@ def product(x, xs, codes, where, words, gains, table, bias, out, picks, order, s
     """The grouped GEMM, with the grids of ops/experts_kernels.py::grouped.
 
     x [rows, k], with scales xs if it is `scaled`: [rows] ("token") or [padded / unit, rows] ("group")."""
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked)
     column = tl.program_id(0)
     if arranged:
         expert = tl.load(tile_expert + tl.program_id(1))
@@ -114,9 +112,7 @@ def picked(x, xs, codes, where, words, gains, table, bias, out, picks, scales, n
            four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr, activation: tl.constexpr,
            alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
     """GEMV for each pick, as ops/experts_kernels.py::picked. Grid: (blocks of `wide` outputs, picks). x, xs: see `product`."""
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked)
     pick = tl.program_id(1) + tl.arange(0, 1)
     expert = tl.load(picks + tl.program_id(1))
     if expert < 0:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.activation_kernel import activate
 from penstock.ops.linear_kernels import _dot, _place
+from penstock.ops.linked_kernel import follow
 
 
 @triton.jit
@@ -49,9 +49,7 @@ def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.c
     Gated: x is the tokens' [T, k], out [T * K, n] by pick. Else x is [T * K, k] by pick, and out is x's product times scales.
     The first `ahead` blocks of the weight are loaded before the wait for the kernel that writes x; the picks are older."""
     pick = tl.program_id(1)
-    if linked and gated:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked and gated)
     expert = tl.load(picks + pick)
     rows = tl.program_id(0) * wide + tl.arange(0, wide)
     columns = tl.arange(0, deep)
@@ -64,9 +62,7 @@ def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.c
     first = ()
     for i in tl.static_range(ahead):
         first = first + (tl.load(at + i * deep),)  # noqa: RUF005 (Triton has no starred expressions)
-    if linked and not gated:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked and not gated)
     if expert < 0:
         return
     row = (pick // count if gated else pick).to(tl.int64)
@@ -109,9 +105,7 @@ def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.c
 @triton.jit
 def add_up(results, picks, out, width: tl.constexpr, count: tl.constexpr, block: tl.constexpr, linked: tl.constexpr):
     """out [T, width]: the float32 sum of a token's results [T * K, width], in the order of its picks (-1: skipped)."""
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
@@ -157,9 +151,7 @@ def _plan(counts, starts, tile_expert, tile_place, tiles, experts: tl.constexpr,
 def arrange(picks, order, starts, tile_expert, tile_place, total, tiles, experts: tl.constexpr, slots: tl.constexpr,
             block: tl.constexpr, tall: tl.constexpr, linked: tl.constexpr):
     """Sorts up to `block` picks in one launch: program e finds its own picks and plans its own tiles."""
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked)
     number = tl.arange(0, block)
     pick = tl.load(picks + number, mask=number < total, other=-1)
     counts = tl.histogram(tl.where(pick < 0, 0, pick), slots, mask=pick >= 0)
@@ -364,9 +356,7 @@ def grouped(x, weight, where, bias, out, picks, order, starts, tile_expert, tile
     """The grouped GEMM. Grid: (blocks of outputs, tiles) of sorted picks if `arranged`; gated, out is then by place, else x is.
     Otherwise (blocks of outputs, E) of up to `block` unsorted picks, of which a program finds its expert's; rows of x and out
     are as in `picked`."""
-    if linked:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow(linked)
     if arranged:
         expert = tl.load(tile_expert + tl.program_id(1))
         if expert < 0:

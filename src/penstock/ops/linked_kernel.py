@@ -13,6 +13,13 @@ def enter(linked: tl.constexpr):
 
 
 @triton.jit
+def follow(linked: tl.constexpr):
+    """The same of one whose next kernel may read, before it waits in turn, what kernels before the previous one wrote."""
+    await_previous(linked)
+    launch(linked)
+
+
+@triton.jit
 def launch(linked: tl.constexpr):
     """Lets the next kernel begin."""
     if linked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.ops.linked_kernel import await_previous, launch
+from penstock.ops.linked_kernel import follow
 
 
 @triton.jit
@@ -29,8 +29,7 @@ def route(logits, correction, picks, weights, counts, live, experts: tl.constexp
           slots: tl.constexpr, score: tl.constexpr, normalise: tl.constexpr, scale: tl.constexpr, least: tl.constexpr,
           groups: tl.constexpr, picked: tl.constexpr, two: tl.constexpr, linked: tl.constexpr):
     """A program routes a token: `count` times the best expert that is left, the lowest index of equals."""
-    await_previous(linked)
-    launch(linked)
+    follow(linked)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
     inside = expert < experts

@@ -2,6 +2,7 @@
 
 Every rank decides the same from the same counts, so that nothing has to be agreed."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -87,12 +88,8 @@ def balancing(held: Held, counts: Sequence[float], most: int) -> Iterator[list[M
 
 def _loads(held: Held, counts: Sequence[float]) -> tuple[list[float], list[float]]:
     """(of each rank, of one replica of each expert)"""
-    replicas = [0] * len(counts)
-    for line in held:
-        for expert in line:
-            if expert >= 0:
-                replicas[expert] += 1
-    each = [count / max(1, copies) for count, copies in zip(counts, replicas, strict=True)]
+    replicas = Counter(expert for line in held for expert in line)
+    each = [count / max(1, replicas[expert]) for expert, count in enumerate(counts)]
     return [sum(each[expert] for expert in line if expert >= 0) for line in held], each
 
 
