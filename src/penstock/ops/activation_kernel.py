@@ -1,7 +1,5 @@
 """The Triton kernel of ops/activation_triton.py, with the functions and the rounding to codes that other kernels inline."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

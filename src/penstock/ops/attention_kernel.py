@@ -6,8 +6,6 @@ it.
 
 Draft trees have one more mask: from a segment's origin on, bits of each query select the keys that it sees."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

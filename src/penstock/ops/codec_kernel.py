@@ -1,7 +1,5 @@
 """The Triton kernel that writes codes to the KV cache, and the decoding that attention has in its inner loop."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

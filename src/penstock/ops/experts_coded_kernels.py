@@ -3,8 +3,6 @@
 `ops/experts_coded.py` decides how it is tiled, and launches it. Picks, orders and results are those of ops/experts_kernels.py,
 codes those of ops/coded_forms.py::CodedWeight: a stack is one matrix [E * n, k], or with gates [E * 2 n, k], gates first."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

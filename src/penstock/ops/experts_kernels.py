@@ -4,8 +4,6 @@ A pick is a place in the flattened picks [T * K]: number a is the (a % K)-th of 
 where it is gated, n = 2 F rows, gates first. Inner results are kept by pick or, where picks are sorted, by place in the order.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The Triton kernel of ops/gather_triton.py."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

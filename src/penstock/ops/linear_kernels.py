@@ -2,8 +2,6 @@
 
 Imported late: Triton is not on every machine, and takes 0.3 s where it is."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -4,8 +4,6 @@ Programs walk over the tiles of ops/lora.py::Groups, whose number only the devic
 mix of adapters. Adapters and groups are copied to the device before a step's first kernel, so programs read them before they
 wait for the previous kernel: behind the wait there is one round of loads, one dot product and the stores."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The Triton kernel of ops/norm_triton.py, for all three norms."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The Triton kernel of ops/rope_triton.py."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -9,8 +9,6 @@ alone; if they do not fit, it continues over the whole line.
 
 float32 sums stay within one tile, and tile borders are fixed, so the result does not depend on the other lines of the step."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@
 A program exchanges its own run of the message in its own place and by its own flags, so programs never wait for each other. Its
 epoch counts its exchanges. Data has two places, used in turn: who is two epochs ahead has seen that all have read the older."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
