@@ -98,14 +98,15 @@ def goodput(held: bool) -> tuple[str, str]:
 def capacity() -> float:
     """Requests a second that a closed loop over all rows gets, once the server has warmed up."""
     for turns in (6, 24):
-        closed = figures(load(*SHORT, "--num-prompts", str(turns * ROWS), "--max-concurrency", str(ROWS), tier="flex"))
+        closed = figures(load(*SHORT, "--num-prompts", str(turns * ROWS), "--max-concurrency", str(ROWS), "--seed", str(turns),
+                              tier="flex"))
     return float(closed["request_throughput"])
 
 
-def short(rate: float, seconds: float, held: bool) -> dict[str, Any]:
-    """Figures of short interactive requests at a rate."""
+def short(rate: float, seconds: float, held: bool, number: int = 0) -> dict[str, Any]:
+    """Figures of short interactive requests at a rate. `number` of the load: prompts of another one are in the prefix cache."""
     seen = figures(load(*SHORT, "--num-prompts", str(int(rate * seconds)), "--request-rate", f"{rate}", "--save-detailed",
-                        *goodput(held)))
+                        "--seed", str(100 + number), *goodput(held)))
     promised = CLASSES["interactive" if held else "real"]
     per = [statistics.fmean(gaps) for gaps in seen["itls"] if gaps]
     return seen | {"late_ttft": sum(ttft > promised["ttft"] for ttft in seen["ttfts"] if ttft is not None),
@@ -173,9 +174,9 @@ def overload(held: bool, seconds: float) -> list[dict[str, Any]]:
     found = []
     with server(held) as process:
         most = capacity()
-        for share in loads:
+        for number, share in enumerate(loads):
             before, spent, counted, rate = resident(process), worked(process), counts(), most * share
-            seen = pick(short(rate, seconds, held))
+            seen = pick(short(rate, seconds, held, number))
             grown, used = resident(process) / before - 1, [round(b - a, 2) for a, b in zip(spent, worked(process), strict=True)]
             found.append({"load": share, "rate": round(rate, 1), **seen, "grown": round(grown, 4),
                           "cpu_seconds": dict(zip(("frontend", "engine"), used, strict=True)), **steps(counts(counted))})
