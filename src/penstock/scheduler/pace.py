@@ -74,7 +74,8 @@ class Pace:
 
     def budget(self, decode: Load, reading: list[Sequence], now: float, promised: float | None, owners: set[str]) -> Room:
         """Returns the tokens of a step beside which these sequences read, or could begin to; `owners` of requests decode.
-        Prompts that were promised four times their own time, and further ones beside another's answers, read later."""
+        Prompts that were promised four times their own time, further ones beside another's answers, and long ones while small
+        requests are expected, until they have waited for a part of their promise, read later."""
         times, decoding = self.times, decode.segments
         if self._weights is not times.weights:
             self._weights = times.weights
@@ -88,15 +89,21 @@ class Pace:
         if not decoding or (now < self.lively and not owners - {s.request.follows for s in reading}):
             return self._without_others(decode, reading, short, now)
 
+        def due(sequence: Sequence) -> bool:
+            return now - sequence.request.arrival > SOON * (sequence.promise - sequence.request.arrival)
+
         def later(sequence: Sequence) -> bool:
-            return sequence.stretched or (sequence.request.owner in followed and bool(owners - {sequence.request.owner}))
+            if sequence.stretched or (sequence.request.owner in followed and owners - {sequence.request.owner}):
+                return True
+            return promised is not None and now < self.lively and self.long(sequence) and not due(sequence)
 
         first = [s for s in reading if not later(s)]
-        part = self._calm(decode, list(filter(later, reading))) if len(first) < len(reading) else 0
-        if not first:
+        apart = bool(first) and promised is not None
+        part = self._calm(decode, list(filter(later, reading)), promised, apart) if len(first) < len(reading) else 0
+        if not first or (apart and part):
             return decoding, part, later
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in first)
-        if promised is not None and any(now - s.request.arrival > SOON * (s.promise - s.request.arrival) for s in first):
+        if promised is not None and any(map(due, first)):
             waited = math.inf
         unread = sum(s.goal - s.planned for s in first)
         at = sum(s.planned for s in first) / len(first) + self._most / 8
@@ -105,13 +112,20 @@ class Pace:
             tokens = min(tokens, decoding + unread)
         return tokens, min(part, self._most - tokens), later
 
-    def _calm(self, decode: Load, later: list[Sequence]) -> int:
+    def _bound(self, promised: float) -> float:
+        """Seconds that a step may take beside answers which were promised a token in so many."""
+        return promised * min(_MARGIN, 1 / (1 + min(_ERROR, self.times.error)))
+
+    def _calm(self, decode: Load, later: list[Sequence], promised: float | None, apart: bool) -> int:
         """Tokens of long and further prompts in a step that decodes. Where their part of it is too small, they save it up for
-        a later step, which stays within the target."""
+        a later step, which stays within the target and, if it can, what was promised. `apart`: others read, so they save up
+        for a step in which these do not: both together would break the promise."""
         alone, target = self.times.seconds(decode), self._target or 0.0
+        if promised is not None:
+            target = max((1 + _SLOW) * alone, min(target, self._bound(promised)))
         self._saved += _CALM * alone
-        tokens = self.times.within(decode, alone + self._saved, max(s.planned for s in later), _scored(later))
-        if tokens < _WORTH and alone + self._saved < target:
+        tokens = self.times.within(decode, min(target, alone + self._saved), max(s.planned for s in later), _scored(later))
+        if (apart or tokens < _WORTH) and alone + self._saved < target:
             return 0
         self._saved = 0.0
         return max(_LEAST, min(tokens, 2 * self.times.longest, self._most - decode.segments))
@@ -144,7 +158,7 @@ class Pace:
             return self._most
         once = decoding <= reading and 2 * unread <= 3 * self._most
         if promised is not None:
-            bound = promised * min(_MARGIN, 1 / (1 + min(_ERROR, times.error)))
+            bound = self._bound(promised)
             target = min(target, bound)
             once = once and times.seconds(Load(decoding + 1, self._most, decode.read, self._most * at)) <= promised
         if once:
