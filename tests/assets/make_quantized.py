@@ -1,6 +1,6 @@
 """Makes tests/assets/quantized: one tiny Llama, quantized by the packages that people use. Not run by tests.
 
-    pip install compressed-tensors bitsandbytes accelerate torchao hqq auto-round
+    pip install compressed-tensors bitsandbytes accelerate torchao hqq auto-round nvidia-modelopt scipy
     python tests/assets/make_quantized.py OUT [canary]
 
 Beside each model, expected.json has the SHA-256 of every matrix as the package itself dequantizes it, and transformers' greedy
@@ -238,8 +238,33 @@ def auto_round(out: Path) -> None:
         expect(out / name, "auto-round", {at: matrix + 0.0 for at, matrix in linears(made).items()}, plain_of(made))
 
 
+def modelopt(out: Path) -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+
+    ids = torch.randint(3, CONFIG["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(1))
+    for name, config in (("modelopt-fp8", mtq.FP8_DEFAULT_CFG), ("modelopt-nvfp4", mtq.NVFP4_DEFAULT_CFG)):
+        made, folder = model(), out / name
+        made.config.architectures = ["LlamaForCausalLM"]
+        shapes = {at: matrix.shape for at, matrix in linears(made).items()}
+        export_hf_checkpoint(mtq.quantize(made, config, lambda each: each(ids)), export_dir=folder)
+        stored, matrices = load_file(folder / "model.safetensors"), {}
+        for at, shape in shapes.items():
+            scale = stored[f"{at}_scale"]
+            if name == "modelopt-fp8":
+                wide = FP8QTensor(shape, torch.float32, stored[at]).dequantize(scale=scale)
+            else:
+                wide = NVFP4QTensor(shape, torch.float32, stored[at]).dequantize(
+                    scale=scale, double_scale=stored[f"{at}_scale_2"], block_sizes={-1: 16})
+            matrices[at] = wide.to(torch.bfloat16)
+        plain = model()
+        plain.load_state_dict({**plain.state_dict(), **matrices})
+        expect(folder, "nvidia-modelopt", matrices, plain)
+
+
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (compressed, bitsandbytes, torchao, hqq, auto_round) if "canary" not in sys.argv else (canary,):
+    for make in (compressed, bitsandbytes, torchao, hqq, auto_round, modelopt) if "canary" not in sys.argv else (canary,):
         make(OUT)
