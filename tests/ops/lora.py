@@ -67,7 +67,7 @@ class Made:
             self.gains[slot] = random(target.rows, seed=slot).to(self.dtype) / 4
             gains[target.gains:target.gains + target.rows] = self.gains[slot]
             facts[target.facts + MOST_PIECES] = 1
-        self.slabs.fill(slot, Matrices(data, gains, facts))
+        self.slabs.fill(slot, Matrices(data, [(0, len(data))], gains, facts))
 
     def groups(self, slots: list[int]) -> Groups:
         rows, count = len(slots), len(self.case.ranks)

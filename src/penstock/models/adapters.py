@@ -1,16 +1,19 @@
 """Reads a LoRA adapter's tensors for a model: which projection each belongs to, checked by names and shapes, cut for a rank."""
 
+import hashlib
 import math
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch.nn.functional import pad
 
-from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, read_adapter
+from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, digest, read_adapter
+from penstock.checkpoint.tensors import DTYPES, read_header
 from penstock.core.errors import ModelError
 from penstock.layers.parameter import Parameter, Split
 from penstock.layers.spec import ModelSpec
@@ -26,8 +29,11 @@ APART = "apart"
 """Stands for all matrices that are no projections of their own: those of experts, and that of MLA's keys and values."""
 _PREFIX = "base_model.model."
 _KINDS = {"lora_A": "A", "lora_B": "B", "lora_embedding_A": "A", "lora_embedding_B": "B", "lora_magnitude_vector": "magnitude"}
+_TYPES = {name: getattr(torch, named) for name, named in (*DTYPES.items(), ("F64", "float64"))}
 _ROWS = 4096
 """Rows of a matrix whose norms are computed at once."""
+_KEPT_BYTES = 1 << 29
+"""The most memory that forms keep."""
 
 Rows = Callable[[str, int, int], torch.Tensor]
 """(path, first, end) -> these rows of the model's matrix there, in float32."""
@@ -65,56 +71,111 @@ def _pieces(parameter: Parameter) -> tuple[int, ...]:
     return tuple(piece.rows for piece in parameter.pieces) or parameter.shape[:1]
 
 
-def read(folder: Path, spec: ModelSpec, place: Place, rules: Sequence[Rule], dtype: torch.dtype, most: int,
-         weights: Rows, group: Group | None = None) -> Weights:
-    """The share of the rank at `place` of an adapter for the model `spec`, of rank at most `most`, in the model's dtype on the
-    CPU. `group`: the ranks that divide the layers, which all read it at once. ModelError lists every tensor that does not fit
-    the model."""
-    reader = _Reader(folder, spec, place, rules, most)
-    reader.load()
-    return reader.packed(dtype, weights, group)
+class AdapterReader:
+    """Reads adapters for one rank of a model."""
+
+    def __init__(self, spec: ModelSpec, place: Place, rules: Sequence[Rule], dtype: torch.dtype, most: int, weights: Rows,
+                 group: Group | None = None) -> None:
+        """For the rank at `place` of the model `spec`, and adapters of rank at most `most`. `group`: the ranks that divide the
+        layers, which all read an adapter at once."""
+        self.spec, self.place, self.rules, self.dtype, self.most = spec, place, rules, dtype, most
+        self.weights, self.group = weights, group
+        self.targets = _targets(spec)
+        self.named = {one.name: (path, -1) for path, one in self.targets.items()}
+        self.named |= {one.name: (path, piece) for path, whole in self.targets.items()
+                       for piece, one in enumerate(whole.pieces)}
+        self.layout = layout(spec.share(place.tensors))
+        self._idle: dict[tuple[int, str, bytes, int], _Form] = {}
+        """Forms that nothing is read through, by the thread that reads, settings, the file's header and its size."""
+        self._sums: dict[tuple[Path, tuple[int, ...]], bytes] = {}
+        """SHA-256 of files of weights, by their state."""
+
+    @torch.inference_mode()
+    def read(self, folder: Path) -> tuple[str, Weights]:
+        """The digest of an adapter, and the rank's share of it, in the model's dtype on the CPU. ModelError lists every tensor
+        that does not fit the model."""
+        config, path = read_adapter(folder), folder / WEIGHTS
+        try:
+            with path.open("rb") as file:
+                size, _, *times = before = _state(file.fileno())
+                header = file.read(min(size, int.from_bytes(file.read(8), "little")))
+                key = threading.get_ident(), repr(config), header, size
+                file.seek(0)
+                form = self._idle.pop(key, None) or _Form(self, config, size)
+                file.readinto(memory := form.file.numpy().data)
+                after = _state(file.fileno())
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from None
+        found = self._sums.get((path, after)) or hashlib.sha256(memory).digest()
+        if time.time_ns() - max(times) > 1e9:  # a file that was changed just now may change again within its clock's tick
+            self._sums[path, before] = found
+        weights = form.weights(path)
+        if form.plain:
+            self._idle[key] = form
+            if sum(len(one.file) for one in tuple(self._idle.values())) > _KEPT_BYTES:
+                self._idle.clear()
+        return digest(folder, found), weights
 
 
-@dataclass
-class _Pair:
-    """The tensors of a module, as PEFT computes with them."""
-
-    path: str
-    piece: int
-    """The piece that it is; -1: the whole projection."""
-    tensors: dict[str, torch.Tensor]
-    scale: float
+def _state(file: int) -> tuple[int, ...]:
+    status = os.fstat(file)
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
-class _Reader:
-    """One adapter being read."""
+class _Form:
+    """The memory through which adapters go whose settings and headers are equal: the file's tensors, and what they become. The
+    first of a form is checked and packed tensor by tensor; those after it lie in the same places, and few calls copy them."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, place: Place, rules: Sequence[Rule], most: int) -> None:
-        self._folder, self._spec, self._place, self._rules, self._most = folder, spec, place, rules, most
-        self._config: AdapterConfig = read_adapter(folder)
-        self._targets = _targets(spec)
-        self._named = {one.name: (path, -1) for path, one in self._targets.items()}
-        self._named |= {one.name: (path, piece) for path, whole in self._targets.items()
-                        for piece, one in enumerate(whole.pieces)}
-        self._pairs: list[_Pair] = []
-        self._experts = ExpertAdapters(spec, rules)
+    def __init__(self, reader: AdapterReader, config: AdapterConfig, size: int) -> None:
+        self._reader, self._config = reader, config
+        self._spec, self._place, self._targets = reader.spec, reader.place, reader.targets
+        self.file = torch.empty(size, dtype=torch.uint8)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._pairs: list[tuple[str, int, dict[str, torch.Tensor], float]] = []
+        """Path, piece (-1: the whole projection), a module's tensors as PEFT computes with them, and their factor."""
+        self._experts = ExpertAdapters(self._spec, reader.rules)
         self._saved: dict[str, torch.Tensor] = {}
         self._wrong: list[str] = []
+        self.plain = True
+        """Whether another file's bytes may take the place of these."""
+        self._weights: Weights | None = None
+        self._into, self._from = list[torch.Tensor](), list[torch.Tensor]()
+        self._scales: list[float] = []
+        """Tensors of the weights, those of the file that are copied there, and what the first are multiplied by then."""
 
-    def load(self) -> None:
-        """Reads and checks the file. ModelError lists what is wrong."""
-        try:
-            tensors = load((self._folder / WEIGHTS).read_bytes())  # mapped, it would take twice as long
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{self._folder / WEIGHTS} is not a whole safetensors file: {error}") from None
+    def weights(self, path: Path) -> Weights:
+        """The adapter whose bytes are in `file`, read from `path`. ModelError if it is damaged or does not fit."""
+        found = self._weights
+        if found is None:
+            self._check(path)
+            found = self._packed()
+        if self._into:
+            torch._foreach_copy_(self._into, self._from)
+        if any(scale != 1 for scale in self._scales):
+            torch._foreach_mul_(self._into, self._scales)
+        if self._weights is not None and not all(map(math.isfinite, map(float, torch.aminmax(found.matrices.data)))):
+            self._check(path)
+            self.plain = False
+        self._weights = found
+        return replace(found, matrices=replace(found.matrices, data=found.matrices.data.clone())) if self.plain else found
+
+    def _check(self, path: Path) -> None:
+        """Finds the tensors in the file's bytes, and notes what each is. ModelError lists what is wrong."""
+        stored = [one for one in read_header(path).values() if one.nbytes]
+        types = {one.dtype for one in stored}
+        if not types <= _TYPES.keys() or max((one.end for one in stored), default=0) != len(self.file):
+            raise ModelError(f"{path} has tensors of the types {sorted(types)} (possible: {', '.join(_TYPES)}), or was changed "
+                             "while it was read")
+        for one in stored:
+            data, dtype = self.file[one.start:one.end], _TYPES[one.dtype]
+            if one.start % dtype.itemsize:
+                data, self.plain = data.clone(), False
+            self._tensors[one.name] = data.view(dtype).view(one.shape)
         modules: dict[str, dict[str, torch.Tensor]] = {}
-        # All norms at once take a fraction of as many checks; one that overflows is looked into.
-        norms = torch._foreach_norm([one for one in tensors.values() if one.dtype.is_floating_point])  # noqa: SLF001
-        sound = all(map(math.isfinite, torch.stack([one.float() for one in norms]).tolist())) if norms else True
-        for name, tensor in tensors.items():
+        for name, tensor in self._tensors.items():
             module, _, last = name.removesuffix(".weight").rpartition(".")
-            if not tensor.dtype.is_floating_point or not (sound or bool(tensor.isfinite().all())):
-                self._wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}, or has numbers that are not finite")
+            if not bool(tensor.isfinite().all()):
+                self._wrong.append(f"{name} has numbers that are not finite")
             elif last == "base_layer":
                 # PEFT adds the frozen matrix of an adapted embedding or head, for it may have been resized.
                 if tensor.shape != (self._spec.vocab_size, self._spec.width):
@@ -125,19 +186,19 @@ class _Reader:
             else:
                 self._save(name.removeprefix(_PREFIX).removesuffix(".weight"), tensor)
         for module, pair in modules.items():
-            problem = self._experts.take(module, pair, self._config, self._most)
+            problem = self._experts.take(module, pair, self._config, self._reader.most)
             if problem is None:
                 self._take(module, pair)
             elif problem:
                 self._wrong.append(problem)
         if self._experts and self._place.datas > 1:
             self._wrong.append("adapters of experts are not possible where engines share the experts (data parallelism)")
-        named = [name.removesuffix(".weight") for name in tensors]
+        named = [name.removesuffix(".weight") for name in self._tensors]
         self._wrong += [f"{one} is among modules_to_save, but not in the file" for one in self._config.saved
                         if not any(name.endswith(one) for name in named)]
         if self._wrong or not (self._pairs or self._saved or self._experts):
             listed = "\n  ".join(sorted(self._wrong)[:20]) or "it has no matrices"
-            raise ModelError(f"the adapter {self._folder} does not fit this model:\n  {listed}")
+            raise ModelError(f"the adapter {path.parent} does not fit this model:\n  {listed}")
 
     def _save(self, module: str, tensor: torch.Tensor) -> None:
         path, _, _, problem = self._find(module)
@@ -151,9 +212,10 @@ class _Reader:
     def _find(self, module: str) -> tuple[str, int, Rule | None, str]:
         """(path, piece, the rule that names it, or else why it cannot be)."""
         name = f"{module}.weight"
-        rule, target = next(((rule, target) for rule in self._rules if (target := rule.match(name)) is not None), (None, ""))
-        if target in self._named:
-            return *self._named[target], rule, ""
+        reader = self._reader
+        rule, target = next(((rule, target) for rule in reader.rules if (target := rule.match(name)) is not None), (None, ""))
+        if target in reader.named:
+            return *reader.named[target], rule, ""
         known = any(target in (one.name, *(piece.name for piece in one.pieces)) for one in self._spec.parameters())
         return "", -1, rule, ("adapters of this tensor are not supported; possible are the embedding, the head, and projections"
                               if known else "this model has no such projection")
@@ -170,8 +232,8 @@ class _Reader:
             self._wrong.append(f"{module} has no lora_magnitude_vector, but use_dora is true")
         parameter = self._targets[path]
         rows, columns = parameter.shape[0] if piece < 0 else parameter.pieces[piece].rows, parameter.shape[1]
-        if rank > self._most:
-            self._wrong.append(f"{module} has rank {rank}; at most {self._most} is possible (--max-lora-rank)")
+        if rank > self._reader.most:
+            self._wrong.append(f"{module} has rank {rank}; at most {self._reader.most} is possible (--max-lora-rank)")
         elif pair["A"].shape != (rank, columns) or pair["B"].shape != (rows, rank):
             self._wrong.append(f"{module} has A {list(pair['A'].shape)} and B {list(pair['B'].shape)}; this model and rank "
                                f"{rank} ask for {[rank, columns]} and {[rows, rank]}")
@@ -184,53 +246,62 @@ class _Reader:
             if rule is not None and rule.change is not None and rule.change is not transposed:
                 # The rule reorders a matrix's rows, and so those of B.
                 pair = {kind: tensor if kind == "A" else rule.change(tensor, self._spec) for kind, tensor in pair.items()}
-            self._pairs.append(_Pair(path, piece, pair, scale))
+                self.plain = False
+            self._pairs.append((path, piece, pair, scale))
 
-    def packed(self, dtype: torch.dtype, weights: Rows, group: Group | None) -> Weights:
-        """The rank's share, as a slot holds it."""
-        found = layout(self._spec.share(self._place.tensors))
+    def _packed(self) -> Weights:
+        """The rank's share, as a slot holds it, into which the copies come."""
+        found, dtype = self._reader.layout, self._reader.dtype
         apart: dict[str, tuple[torch.Tensor | None, ...]] = dict(self._experts.packed(dtype, self._place))
-        for pair in [pair for pair in self._pairs if self._targets[pair.path].decoded]:
-            self._pairs.remove(pair)
-            apart[pair.path] = (pair.tensors["A"].to(dtype),
-                                self._own(pair.path, pair.tensors["B"] * pair.scale).to(dtype))
-        width = padded(max((len(pair.tensors["A"]) for pair in self._pairs), default=1))
-        data, facts = torch.zeros(found.unit * width, dtype=dtype), [0] * found.facts
-        gains = torch.zeros(found.gains, dtype=dtype) if any("magnitude" in pair.tensors for pair in self._pairs) else None
+        apart |= {path: (pair["A"].to(dtype), self._own(path, pair["B"] * scale).to(dtype))
+                  for path, _, pair, scale in self._pairs if self._targets[path].decoded}
+        pairs = [pair for pair in self._pairs if pair[0] not in apart]
+        width = padded(max((len(pair["A"]) for _, _, pair, _ in pairs), default=1))
+        used = {path for path, *_ in pairs}
+        own = Layout([(path, one.pieces, one.inputs) for path, one in found.targets.items() if path in used])
+        data, facts, places = torch.zeros(own.unit * width, dtype=dtype), [0] * found.facts, list[tuple[int, int]]()
+        for target in map(found.targets.__getitem__, own.targets):
+            first, end = target.down * width, padded(target.up + target.rows) * width
+            places.append((places.pop()[0] if places and places[-1][1] == first else first, end))
+        gains, scaled = torch.zeros(found.gains, dtype=dtype), any("magnitude" in pair for _, _, pair, _ in pairs)
         facts[0] = width
-        for pair in self._pairs:
-            parameter, target = self._targets[pair.path], found.targets[pair.path]
-            # Each element is converted where it is stored.
-            a, b = pair.tensors["A"], pair.tensors["B"] if pair.scale == 1 else pair.tensors["B"].float() * pair.scale
-            pieces = range(len(target.pieces)) if pair.piece < 0 else (pair.piece,)
-            whole, own = _pieces(parameter), target.pieces
-            at = 0 if pair.piece < 0 else sum(whole[:pair.piece])
+        for path, part, pair, scale in pairs:
+            parameter, target, a, b = self._targets[path], found.targets[path], pair["A"], pair["B"]
+            # Each element is rounded once: a power of two only changes exponents, of which float16 has few.
+            exact = dtype is torch.float32 or (math.frexp(scale)[0] == 0.5 and dtype in (b.dtype, torch.bfloat16))
+            if "magnitude" in pair or not (exact or scale == 1):
+                b, scale, self.plain = b.float() * scale, 1, False
+            pieces = range(len(target.pieces)) if part < 0 else (part,)
+            whole = _pieces(parameter)
+            at = 0 if part < 0 else sum(whole[:part])
             split = Split.WHOLE if self._place.tensors == 1 else parameter.split
             held = parameter.share(self._place.tensor, self._place.tensors)
             if split is Split.COLUMNS:
                 ((first, end),) = held
-                a = pad(a[:, first:end], (0, target.inputs - end + first))
-            up = data[target.up * width:(target.up + target.rows) * width].view(width, target.rows)
+                a = a[:, first:end]
+            up = data[own.targets[path].up * width:][:target.rows * width].view(width, target.rows)
             for piece in pieces:
-                rank, row, to = len(a), sum(whole[:piece]), sum(own[:piece])
-                begin = (target.down + piece * target.inputs) * width
+                rank, row, to = len(a), sum(whole[:piece]), sum(target.pieces[:piece])
                 first, end = held[piece] if split is Split.ROWS else (row, row + whole[piece])
                 mine = b[first - at:end - at]
-                if "magnitude" in pair.tensors:
-                    assert gains is not None
-                    magnitude = pair.tensors["magnitude"].float().flatten()[first - at:end - at]
-                    over = group if split is Split.COLUMNS else None
-                    gain = _gains(weights, over, pair.path, magnitude, a.float(), mine.float(), to)
+                if "magnitude" in pair:
+                    magnitude = pair["magnitude"].float().flatten()[first - at:end - at]
+                    over = self._reader.group if split is Split.COLUMNS else None
+                    gain = _gains(self._reader.weights, over, path, magnitude, a.float(), mine, to)
                     mine = mine * (1 + gain[:, None])
                     gains[target.gains + to:target.gains + to + len(gain)] = gain.to(dtype)
                     facts[target.facts + MOST_PIECES] = 1
-                data[begin:begin + rank * target.inputs].view(rank, target.inputs).copy_(a)
-                up[:rank, to:to + end - first].copy_(mine.t())
+                down = data[(own.targets[path].down + piece * target.inputs) * width:][:rank * target.inputs].view(rank, -1)
+                self._into += [down[:, :a.shape[1]], up[:rank, to:to + end - first]]
+                self._from += [a, mine.t()]
+                self._scales += [1, scale]
                 facts[target.facts + piece] = padded(rank)
-        ends = {*self._saved, *(pair.path for pair in self._pairs if pair.path in (EMBEDDING, HEAD))}
+        ends = {*self._saved, *(path for path, *_ in pairs if path in (EMBEDDING, HEAD))}
         ends |= {APART} if apart else set()
         apart |= {path: (self._own(path, one).to(dtype),) for path, one in self._saved.items()}
-        return Weights(Matrices(data, gains, torch.tensor(facts, dtype=torch.int32)), apart, frozenset(ends))
+        self.plain &= not apart
+        matrices = Matrices(data, places, gains if scaled else None, torch.tensor(facts, dtype=torch.int32))
+        return Weights(matrices, apart, frozenset(ends))
 
     def _own(self, path: str, matrix: torch.Tensor) -> torch.Tensor:
         """A rank's rows of a matrix, filled up with zeros; an embedding is whole."""

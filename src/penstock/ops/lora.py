@@ -64,9 +64,9 @@ class Layout:
         for number, (path, pieces, inputs) in enumerate(shapes):
             assert len(pieces) <= MOST_PIECES, path
             # Vector loads want aligned beginnings.
-            up = -(-(at + len(pieces) * inputs) // UNIT) * UNIT
+            up = padded(at + len(pieces) * inputs)
             self.targets[path] = Target(pieces, inputs, at, up, gains, UNIT * (1 + number))
-            at, gains = -(-(up + sum(pieces)) // UNIT) * UNIT, -(-(gains + sum(pieces)) // UNIT) * UNIT
+            at, gains = padded(up + sum(pieces)), padded(gains + sum(pieces))
         self.unit, self.gains = at, gains
         """Elements of a slot's matrices for each rank, and of its gains."""
         self.facts = UNIT * (1 + len(shapes))
@@ -77,7 +77,9 @@ class Matrices:
     """An adapter in host memory, as its slot will hold it."""
 
     data: torch.Tensor
-    """[unit * padded rank]"""
+    """What it changes of a slot's line, [unit * padded rank] if that is all."""
+    places: list[tuple[int, int]]
+    """Where these elements lie in the line: beginnings and ends."""
     gains: torch.Tensor | None
     """Factors less 1 of results' rows (DoRA); None if it has none."""
     facts: torch.Tensor
@@ -107,7 +109,10 @@ class Slabs:
 
     def fill(self, slot: int, matrices: Matrices) -> None:
         """Enqueues the copies of an adapter into a slot."""
-        self.data[slot, :len(matrices.data)].copy_(matrices.data, non_blocking=True)
+        at = 0
+        for first, end in matrices.places:
+            self.data[slot, first:end].copy_(matrices.data[at:at + end - first], non_blocking=True)
+            at += end - first
         self.facts[slot].copy_(matrices.facts, non_blocking=True)
         if matrices.gains is not None:
             self.gains[slot].copy_(matrices.gains, non_blocking=True)

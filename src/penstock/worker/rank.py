@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from penstock import models
-from penstock.checkpoint import adapter, dtype_of, resolve_folder
+from penstock.checkpoint import dtype_of, resolve_folder
 from penstock.config.options import balancing
 from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
 from penstock.config.schema import EngineOptions
@@ -80,6 +80,7 @@ class Rank:
         self._compilations: list[Compilation] = []
         self._drafter: LoadedDrafter | None = None
         self._model: models.Decoder | None = None
+        self._adapters: adapters.AdapterReader | None = None
         self._surveyed: Survey | None = None
         self._loaded: Loaded | None = None
         """The findings of `survey` and `load`. Once loaded, nothing is read again."""
@@ -228,8 +229,12 @@ class Rank:
             keep_freed_memory()
         behind = None if opening is None else opening.open(self._place.rank, self._place.ranks)
         with compiling.explained(self._facts.capability), memory.explained(self._device):
-            slabs = None if config.adapters is None else Slabs(adapters.layout(self._spec), *config.adapters, self._model.dtype,
-                                                               self._device)
+            slabs = None
+            if config.adapters is not None:
+                slabs = Slabs(adapters.layout(self._spec), *config.adapters, self._model.dtype, self._device)
+                rules = models.family_of(self._checkpoint)[1].RULES
+                self._adapters = adapters.AdapterReader(self._whole, self._place, rules, self._model.dtype, config.adapters[1],
+                                                        self._model.rows, self._mesh.tensor)
             try:
                 self._worker = worker = Worker(self._model, layout, config.max_num_seqs, max_model_len, self._device,
                                                config.graph_tokens, behind, self._drafter, config.max_num_batched_tokens,
@@ -279,12 +284,8 @@ class Rank:
 
     def add_adapter(self, folder: str) -> str:
         """Reads an adapter into host memory. Returns its digest. ModelError if it does not fit the model."""
-        path, model = Path(folder), self._model
-        assert model is not None
-        found = adapters.read(path, self._whole, self._place, models.family_of(self._checkpoint)[1].RULES, model.dtype,
-                              self._config.adapters[1] if self._config.adapters is not None else 0, model.rows,
-                              self._mesh.tensor)
-        name = adapter.digest(path)
+        assert self._adapters is not None
+        name, found = self._adapters.read(Path(folder))
         self.worker.adapters.host[name] = found
         if self.worker.graphs is not None and found.ends & {adapters.APART, adapters.EMBEDDING}:
             LOG.warning("the adapter %s changes the embedding, experts, or keys and values of MLA: steps with its "
@@ -334,7 +335,7 @@ class Rank:
         for compiled in self._compilations:
             compiled.close()
         # Drop the weights first, so that the worker can return their memory to the driver.
-        self._model = None
+        self._model = self._adapters = None
         if self._worker is not None:
             self._worker.close()
         self._drafter = None
