@@ -1,14 +1,17 @@
 """1,000 adapters on disk, chosen by Zipf's law: time to the first token beside that of adapters that are all in host memory.
 
     python -m bench.adapters [--model canary] [--adapters 1000] [--resident 250] [--rate 20] [--requests 400]
+    python -m bench.adapters --streams 32 [--pairs 11]
 
 The same requests arrive at the same times in both runs, after others that have warmed up host memory. Rank 16 on all
-projections of attention and MLP.
+projections of attention and MLP. With --streams: canary on one thread of the CPU, a third each of so many streams without an
+adapter and with each of its two, beside all without, in pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -70,6 +73,35 @@ def first_tokens(llm: LLM, names: Sequence[str], times: Sequence[float], length:
     return [done[name] - begun[name] for name in begun]
 
 
+def streams(count: int, pairs: int) -> None:
+    """Prints the rate of mixed streams relative to the base's, by processor time and by time."""
+    assets = Path(__file__).parents[1] / "tests" / "assets"
+    modules = [f"{name}={assets / f'canary-{name}'}" for name in ("pirate", "telegram")]
+    with LLM("canary", device="cpu", threads=1, dtype="bfloat16", enable_lora=True, lora_modules=modules, max_model_len=256,
+             max_num_seqs=count, enable_prefix_caching=False) as llm:
+        engine, draw, number = llm.engine, random.Random(1), itertools.count()
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+        names = ["", *(adapter.digest for adapter in engine.info.adapters)]
+
+        def run(mixed: bool) -> tuple[float, float]:
+            for i in range(count):
+                prompt = [draw.randrange(300, 2000) for _ in range(64)]
+                engine.submit(llm.inputs.request(f"r{next(number)}", prompt, params, adapter=names[i % 3] if mixed else ""))
+            began = time.process_time(), time.perf_counter()
+            while engine.busy:
+                for update in engine.turn():
+                    if update.error is not None:
+                        raise update.error
+            return time.process_time() - began[0], time.perf_counter() - began[1]
+
+        run(False), run(True)
+        found = np.array([[run(False), run(True)] for _ in range(pairs)])
+    for kind, each in zip(("processor time", "time"), np.moveaxis(found, 2, 0), strict=True):
+        base, mixed = each.T
+        print(f"{count} streams, {kind}: base {base.min():.3f} s, mixed {mixed.min():.3f} s; base / mixed, median of {pairs} "
+              f"pairs {np.median(base / mixed):.3f} (goal 0.85)", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="canary")
@@ -80,7 +112,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--streams", type=int, default=0)
+    parser.add_argument("--pairs", type=int, default=11)
     asked = parser.parse_args()
+    if asked.streams:
+        streams(asked.streams, asked.pairs)
+        return
     draw = np.random.default_rng(0)
     weights = 1.0 / np.arange(1, asked.adapters + 1)
     picks = draw.choice(asked.adapters, asked.requests, p=weights / weights.sum())
