@@ -31,9 +31,9 @@ _OUTPUT = 4.0
 """Cost of an output token in prompt tokens, until the model of step time knows."""
 _FULL = 0.75
 """Part of a promise between tokens that a step without prompts may take: they need the rest."""
-_SLOWER, _KEPT, _SPARE = 0.01, -0.00004, 0.4
+_SLOWER, _KEPT, _SPARE = 0.01, -0.00004, 0.15
 """Change of the part of a promise between tokens that is kept free, for each answer that was slower and not: it comes to rest
-where one of 250 is. The most of it."""
+where one of 250 is. The most of it: where steps are too long for other reasons, shorter prompts in them would only cost."""
 _URGENT = 5
 """Steps before a prompt must start at which others make room for it."""
 
