@@ -17,7 +17,7 @@ from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError, ModelError
 from penstock.engine.engine import Engine
 from penstock.models import describe
-from penstock.ops import experts_helped, experts_hosted, registry
+from penstock.ops import experts_coded, experts_helped, experts_hosted, registry
 from penstock.ops.cpu import STORED, CpuExperts
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_helped import Costs, helper
@@ -215,10 +215,30 @@ class Placed(ExpertsOps):
 
     def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(stack, HostedStack)
+        return F.linear(x, self.place(stack, expert), bias)
+
+    @staticmethod
+    def place(stack: HostedStack, expert: int) -> torch.Tensor:
+        """The matrix or the codes of an expert, [n, columns]."""
         at, memory = int(stack.where[expert]), stack.data
         if not 0 <= at < memory.numel():
             at, memory = at - (stack.stage.data_ptr() - memory.data_ptr()) // memory.element_size(), stack.stage
-        return F.linear(x, memory.view(-1)[at:at + stack.n * stack.k].view(stack.n, stack.k), bias)
+        return memory.view(-1)[at:at + stack.host[0].numel()].view(stack.n, -1)
+
+
+class PlacedCodes(Placed):
+    """The same of FP8 codes with scales of rows."""
+
+    def pack_stored(self, scheme: Any, parts: Any, count: int, shape: tuple[int, int], dtype: torch.dtype, slots: int = 0,
+                    device: torch.device | None = None) -> Stack:
+        return experts_coded.pack(scheme, parts, count, shape, dtype, self, slots, device)
+
+    def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
+        hosted = isinstance(stack, HostedStack)
+        codes = self.place(stack, expert) if hosted else stack.data.view(stack.count, stack.n, -1)[expert]
+        assert stack.coded is not None and stack.coded.gains is not None
+        matrix = codes[:, :stack.k].float() * stack.coded.gains.view(stack.count, stack.n, 1)[expert]
+        return F.linear(x, matrix.to(x.dtype), bias)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is a GPU's here, whose own placement serves")
@@ -243,6 +263,25 @@ def test_an_engine_divides_them(costs: Costs, monkeypatch: pytest.MonkeyPatch) -
     assert all(sum(layer.residency.slot >= 0) == 3 for layer in layers)
     assert greedy(engine, max_tokens=4) == wanted
     assert computed and (max(computed) >= 0) == (costs is not COSTS["none"])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the model is a GPU's here, whose own placement serves")
+@pytest.mark.slow
+def test_an_engine_fetches_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens of a mixture that is quantized at load, with all experts on the device and with three of each layer."""
+    from tests.system.test_layouts import ASSETS, greedy, options
+
+    table = registry.TABLE["experts.fp8"]
+    found = replace(table["triton"], call=PlacedCodes(), supports=lambda _facts, _dtype: None, rank=99)
+    monkeypatch.setitem(table, "triton", found)
+    monkeypatch.setattr(experts_hosted, "_PROGRAMS", 1)
+    wanted = greedy(Engine(options(ASSETS / "canary-moe", quantization="fp8_weights")), max_tokens=4)
+    monkeypatch.setattr(memory, "resident", lambda *_: 3)
+    engine = Engine(options(ASSETS / "canary-moe", quantization="fp8_weights"))
+    layers = engine.rank._model.experts  # type: ignore[attr-defined]
+    assert all(layer.up.coded is not None and sum(layer.residency.slot >= 0) == 3 for layer in layers)
+    assert all(layer.residency.helper is None for layer in layers)
+    assert greedy(engine, max_tokens=4) == wanted
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the facts of a GPU are made up")
