@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -124,6 +125,26 @@ def test_log_probabilities_of_named_tokens(server: Served) -> None:
         [top[f"token_id:{token}"] for token in (300, 7, 41)] for top in tops]
     echoed = server.complete(**asked, logprobs=1, echo=True)["choices"][0]["logprobs"]["top_logprobs"]
     assert echoed[len(ids):] == tops and all(len(top) <= 2 for top in echoed[1:len(ids)]), "of a prompt, the most likely ones"
+
+
+def test_log_probabilities_of_the_whole_vocabulary(server: Served) -> None:
+    """-1 where --max-logprobs allows it: every token once, the most likely first, and together they are certain."""
+    body = {**CHAT, "logprobs": True, "top_logprobs": -1, "prompt_logprobs": -1, "return_tokens_as_token_ids": True}
+    refused = server.post("/v1/chat/completions", **body)
+    assert refused.status_code == 400 and "is 512; at most 20 are possible (--max-logprobs)" in error_of(refused)["message"]
+    with served(need(MODELS / "stories260k"), "--max-model-len", "512", "--chat-template", TEMPLATE, "--max-logprobs", "-1",
+                "--max-request-scores", "1000") as whole:
+        found = chat(whole, **body)
+        for line in found["choices"][0]["logprobs"]["content"]:
+            values = [entry["logprob"] for entry in line["top_logprobs"]]
+            assert len({entry["token"] for entry in line["top_logprobs"]}) == 512 and values == sorted(values, reverse=True)
+            assert sum(map(math.exp, values)) == pytest.approx(1, abs=1e-3)
+        prompt = found["prompt_logprobs"][1:]
+        assert prompt and all({entry["rank"] for entry in line.values()} == {*range(1, 513)} for line in prompt)
+        several = whole.post("/v1/chat/completions", **{**body, "n": 2})
+        assert several.status_code == 400 and "--max-request-scores" in error_of(several)["message"]
+        text = whole.complete(prompt="Once", echo=True, logprobs=-1, max_tokens=2, return_tokens_as_token_ids=True)
+        assert all(len(top) == 512 for top in text["choices"][0]["logprobs"]["top_logprobs"][1:])
 
 
 @pytest.mark.parametrize("body, words", [

@@ -51,7 +51,7 @@ class EngineOptions:
     reranker: str = option("auto", "how pairs of texts are scored by a language model: by the prompt and the answers yes and "
                            "no of qwen3's rerankers; auto: so if the model is named like one; none: by embeddings",
                            ("auto", "none", "qwen3"))
-    max_logprobs: int = option(20, "maximum number of alternatives that logprobs may ask for; -1: no limit of the server's",
+    max_logprobs: int = option(20, "maximum number of alternatives that logprobs may ask for; -1: the whole vocabulary",
                                least=-1)
     trust_remote_code: bool = option(False, "accepted for scripts made for vLLM; changes nothing, because code that comes with "
                                      "a model is never run")

@@ -14,8 +14,8 @@ from penstock.core.errors import RequestError
 MAX_LOGPROBS = 20
 """Default maximum of `logprobs` and `top_logprobs`, as in OpenAI's API; the option max_logprobs changes it."""
 
-MOST_LOGPROBS = 1024
-"""Maximum of the option max_logprobs. It bounds the size of an answer."""
+MOST_LOGPROBS = 1 << 20
+"""Maximum of `logprobs` whatever the option max_logprobs is: more tokens than any vocabulary has."""
 
 MAX_N = 128
 """Maximum `n`, as in OpenAI's API."""
@@ -37,8 +37,8 @@ MAX_OPEN_LIST_WORDS = 1 << 21
 MAX_TOP_K = 2**31 - 1
 
 _RANGES = {"n": (1, MAX_N), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
-           "temperature": (0, MAX_TEMPERATURE), "min_p": (0, 1), "logprobs": (0, MOST_LOGPROBS),
-           "prompt_logprobs": (0, MOST_LOGPROBS), "beam_width": (0, MAX_BEAM_WIDTH), "length_penalty": (-10, 10)}
+           "temperature": (0, MAX_TEMPERATURE), "min_p": (0, 1), "logprobs": (-1, MOST_LOGPROBS),
+           "prompt_logprobs": (-1, MOST_LOGPROBS), "beam_width": (0, MAX_BEAM_WIDTH), "length_penalty": (-10, 10)}
 """The least and the most of numbers."""
 
 NOT_FOR_BEAMS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "min_p": 0.0,
@@ -108,9 +108,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     min_tokens: int = 0
     """End-of-sequence and stop tokens cannot be chosen before this many tokens were generated."""
     logprobs: int | None = None
-    """Report the log probability of each chosen token and of this many most likely alternatives. [0, max_logprobs]."""
+    """Report the log probability of each chosen token and of this many most likely alternatives, -1: of the whole
+    vocabulary. At most max_logprobs."""
     prompt_logprobs: int | None = None
-    """Report log probabilities of the prompt's tokens, as `logprobs` does for generated ones. [0, max_logprobs]."""
+    """Report log probabilities of the prompt's tokens, as `logprobs` does for generated ones."""
     logprob_token_ids: list[int] | None = None
     """Report the log probabilities of these tokens, each once, instead of the most likely ones; `logprobs` is their number."""
     detokenize: bool = True

@@ -253,7 +253,7 @@ class Inputs:
             changes["max_tokens"] = min(room, self.defaults.get("max_tokens", room))
         if params.seed is None:
             changes["seed"] = self._random.getrandbits(63)
-        params = self.spelled(params)
+        params = self.counted(self.spelled(params))
         if params.stops and (self.tokenizer is None or not params.detokenize):
             why = "detokenize is false" if self.tokenizer else "there is no tokenizer (skip_tokenizer_init)"
             raise RequestError(f"stop strings are found in the text, but {why}; use stop_token_ids", param="stop")
@@ -270,6 +270,11 @@ class Inputs:
                 raise RequestError(f"{name} is {wanted}; at most {self.max_logprobs} are possible (--max-logprobs)",
                                    param=name.split()[-1])
         return params
+
+    def counted(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the size of the vocabulary for -1 log probabilities."""
+        whole = {name: self.info.vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1}
+        return params.replace(**whole) if whole else params
 
     def spelled(self, params: SamplingParams) -> SamplingParams:
         """`params` with bad words as token sequences. For a batch this is done once, before its requests are made."""

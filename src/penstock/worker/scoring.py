@@ -14,8 +14,8 @@ from penstock.layers.decoder import Decoder
 from penstock.worker.rows import Rows
 from penstock.worker.staging import to_host
 
-_LINES = 128
-"""Logits rows computed at a time. Bounds the memory of scoring long prompts."""
+_LINES, _SCORES = 128, 1 << 20
+"""Logits rows computed, and log probabilities reported, at a time. Bounds the memory of scoring long prompts."""
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The result of `SampleOps.score`: ids, log probabilities, ranks."""
@@ -63,8 +63,9 @@ def prompts(model: Decoder, head: HeadOf, hidden: torch.Tensor, plan: StepPlan, 
         row, start = int(plan.rows[segment]), int(plan.starts[segment])
         end = min(start + int(plan.counts[segment]), rows.parameters.prompt_len(row) - 1)
         top = rows.parameters.prompt_logprobs(row)
-        for first in range(start, end, _LINES):
-            last = min(end, first + _LINES)
+        lines = max(1, min(_LINES, _SCORES // (1 + top)))
+        for first in range(start, end, lines):
+            last = min(end, first + lines)
             at = int(query_start[segment]) + first - start
             states = hidden[at:at + size(last - first)]
             logits = model.whole(head(states, np.full(last - first, segment))[:last - first])

@@ -16,7 +16,7 @@ BAD: list[tuple[str, Any]] = [
     ("n", 0), ("n", 129), ("presence_penalty", 2.1), ("presence_penalty", math.nan), ("frequency_penalty", -3),
     ("repetition_penalty", 0), ("repetition_penalty", math.inf), ("temperature", -0.1), ("temperature", math.nan), ("top_p", 0),
     ("top_p", 1.01), ("top_k", -2), ("min_p", -0.1), ("min_p", 1.5), ("seed", 2**63), ("max_tokens", 0), ("min_tokens", -1),
-    ("min_tokens", 17), ("logprobs", -1), ("logprobs", 1025), ("prompt_logprobs", 1025), ("stop", [""]),
+    ("min_tokens", 17), ("logprobs", -2), ("logprobs", 2**20 + 1), ("prompt_logprobs", -2), ("stop", [""]),
     ("logit_bias", {1: 101}),
     ("logit_bias", {1: math.nan}), ("allowed_token_ids", []), ("bad_words", [""]), ("spaces_between_special_tokens", False),
 ]

@@ -60,7 +60,7 @@ async def admitted(state: State, http: HttpRequest, body: Asked, service_tier: s
     """The requests that `make` makes beside the event loop, under the limits of the server and the client, with its promise.
     `make` gets the arguments that say whose they are; `size` is its cost in characters to tokenize."""
     llm, key = state.llm, http.scope["key"]
-    state.limits.work(count, params)
+    state.limits.work(count, llm.inputs.counted(params))
     priority = state.priority(body.priority, http.scope["admin"], key)
     promise = promised(llm.inputs.info.classes, service_tier, http.headers, key, priority)
     tenant, salt = state.tenants.of(http.scope["api_key"], body.cache_salt)

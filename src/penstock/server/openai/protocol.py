@@ -19,8 +19,8 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Top = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
-"""At most the server's --max-logprobs, 20 by default."""
+Top = Annotated[int, Meta(ge=-1, le=MOST_LOGPROBS)]
+"""At most the server's --max-logprobs, 20 by default; -1 is the whole vocabulary."""
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Word = Annotated[str, Meta(min_length=1, max_length=1000)]
 """A stop string or a bad word. Their lengths and numbers are limited, as each is looked for in every token's text."""
