@@ -23,11 +23,13 @@ from penstock.cli.main import main
 from penstock.config.schema import EngineOptions
 from penstock.config.speculation import Speculation, speculation
 from penstock.core.errors import ConfigError
+from penstock.core.plan import StepPlan
 from penstock.core.request import EngineStats, Request
 from penstock.core.sequence import Sequence
 from penstock.core.steptime import StepTime
 from penstock.layers.decoder import Decoder
 from penstock.scheduler.drafting import Adaptive
+from penstock.worker.drafters.head import Head
 from penstock.worker.drafters.suffix import Suffix
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.dummy import dummy_round
@@ -663,6 +665,29 @@ def test_the_drafter_reads_prompts_only_where_drafts_pay_or_nothing_is_known() -
                                (1, LOADS[1], True)):
         clock.run(rows, gains, 200)
         assert clock.policy.reads_prompts is reads, rows
+
+
+def test_prompts_are_not_read_from_the_first_step_of_a_load_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a single sequence, for which drafts pay, was the last one before."""
+    read, follow = list[int](), Head.follow
+
+    def watched(self: Head, plan: StepPlan, *others: Any) -> None:
+        read.append(int(plan.counts.sum()))
+        follow(self, plan, *others)
+
+    monkeypatch.setattr(Head, "follow", watched)
+    prompts = [{"prompt_token_ids": list(range(5 + row, 65 + row))} for row in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with opened(max_num_seqs=8, speculative_config={"model": EAGLE, "num_speculative_tokens": 3}) as llm:
+        policy = llm.engine.scheduler.drafts.policy
+        assert isinstance(policy, Adaptive)
+        for rows, gains in ((8, [1, 0.5, 0.5, 0.5]), (1, [1, 1.5, 1.8, 2.0])):
+            Clock(policy).run(rows, gains, 200)
+        llm.generate(prompts[:1], params, use_tqdm=False)
+        assert read[0] == 60
+        read.clear()
+        llm.generate(prompts, params, use_tqdm=False)
+        assert max(read, default=0) < 60
 
 
 def test_the_policy_rests_where_no_draft_is_kept_and_begins_again_where_they_are() -> None:

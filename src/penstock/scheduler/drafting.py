@@ -244,13 +244,13 @@ class Drafts:
         """`policy`: None if the worker has no drafter."""
         self.policy = policy
         self._expecting, self._drafting = False, 0
-        self._used = True
-        """Whether the step for which the policy was asked last has been made."""
+        self._used, self._rows = True, 0
+        """Whether the step for which the policy was asked last has been made, and its sequences."""
 
     def begin(self, rows: int) -> bool:
         """Called before a step of about so many sequences is planned. Returns whether any can have drafts in it."""
-        if self._used:
-            self._drafting, self._used = 0 if self.policy is None else self.policy.begin(rows), False
+        if rows and (self._used or rows != self._rows):
+            self._drafting, self._used, self._rows = 0 if self.policy is None else self.policy.begin(rows), False, rows
         return self._expecting or self._drafting > 0
 
     def end(self, step: InFlight) -> None:
