@@ -105,3 +105,20 @@ def test_a_file_that_changes_has_another_digest(tmp_path: Path, monkeypatch: pyt
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     names.append(reads.read(folder)[0])
     assert names[0] == names[1] != names[2] == reader(torch.float32).read(folder)[0]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, reads, state = made(tmp_path / "one", 1), reader(torch.float32), adapters._state
+    reads.read(folder)
+    path = folder / adapters.WEIGHTS
+
+    def changed_after(file: int) -> tuple[int, ...]:
+        found = state(file)
+        os.utime(path, ns=(1, found[2] + 1))
+        return found
+
+    monkeypatch.setattr(adapters, "_state", changed_after)
+    with pytest.raises(ModelError, match="changed while it was read"):
+        reads.read(folder)
+    monkeypatch.undo()
+    reads.read(folder)

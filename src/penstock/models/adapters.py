@@ -102,10 +102,11 @@ class AdapterReader:
                 key = threading.get_ident(), repr(config), header, size
                 file.seek(0)
                 form = self._idle.pop(key, None) or _Form(self, config, size)
-                file.readinto(memory := form.file.numpy().data)
-                after = _state(file.fileno())
+                read, after = file.readinto(memory := form.file.numpy().data), _state(file.fileno())
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error}") from None
+        if read < size or after[:1] + after[2:3] != before[:1] + before[2:3]:
+            raise ModelError(f"{path} was changed while it was read")
         found = self._sums.get((path, after)) or hashlib.sha256(memory).digest()
         if time.time_ns() - max(times) > 1e9:  # a file that was changed just now may change again within its clock's tick
             self._sums[path, before] = found
