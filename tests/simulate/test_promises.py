@@ -199,6 +199,22 @@ def test_a_long_prompt_among_short_ones_delays_them_little() -> None:
     assert ttft_beside <= 2 * max(ttft, 0.05) and tpot_beside <= 1.5 * max(tpot, 0.03)
 
 
+def test_long_prompts_make_no_forecast_of_short_ones_late() -> None:
+    """Nine tenths of the tokens are prompts of 20,000 to 50,000, as in Mooncake's trace. Short prompts pass them, so none is
+    refused, and the long ones go on as fast as the answers beside them were promised."""
+    draw, now, asks = random.Random(3), 1.0, list[Request]()
+    while now < 81:
+        now += draw.expovariate(3)
+        count = draw.randint(20_000, 50_000) if draw.random() < 0.22 else draw.randint(20, 2000)
+        asks.append(asked(f"r{len(asks)}", count, "interactive", now, 100))
+    outcome = Fleet(structs.replace(COST, kv_tokens=1_000_000), 1, policy="promises", classes=WIDE).run(iter(asks))
+    short, long = ([r for r in outcome.records if (r.prompt > 2000) == one] for one in (False, True))
+    assert len(long) > 40 and sum(r.refused for r in short) == 0
+    assert sum(r.kept(WIDE["interactive"]) for r in short) >= 0.99 * len(short)
+    read = [r for r in long if not r.refused]
+    assert len(read) > 30 and max(r.ttft for r in read) < 8
+
+
 def test_prompts_that_fill_the_context_read_beside_short_ones_within_their_promises() -> None:
     """On a CPU, where attention to 4,000 tokens costs much: such a prompt comes every four seconds among short ones. It
     reads in steps of its own, so that 99 of 100 steps stay within the promise of those who decode."""
@@ -392,7 +408,7 @@ def test_a_first_token_that_came_late_makes_the_forecast_careful() -> None:
     scheduler = replica.scheduler
     for name in ("r1", "r2"):
         scheduler.add(asked(name, 100, "fast"), 1.0)
-    errors = scheduler.policy._forecast._errors["fast"]
+    errors = scheduler.policy._forecast._errors["fast", False]
     found = [errors.late]
     for end in (1.1, 3.0):
         made = scheduler.plan(1.0)

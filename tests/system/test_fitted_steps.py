@@ -12,7 +12,7 @@ from penstock import LLM, SamplingParams
 from penstock.layers.linear import Activated, Linear
 from penstock.layers.step import BASE
 from penstock.worker.sizes import fitted, fitted_sizes
-from tests.data import MODELS
+from tests.data import MODELS, need
 
 
 def test_sizes_are_few_and_never_below() -> None:
@@ -34,7 +34,8 @@ def test_padding_changes_no_answer(chunk: int) -> None:
               for i in range(len(prompts))]
 
     def answers(fits: bool) -> list[Any]:
-        with LLM(str(MODELS / "stories260k"), max_num_seqs=80, max_num_batched_tokens=chunk + 80, max_model_len=512) as llm:
+        model = str(need(MODELS / "stories260k"))
+        with LLM(model, max_num_seqs=80, max_num_batched_tokens=chunk + 80, max_model_len=512) as llm:
             llm.engine.rank.worker.runner.builder.fits = fits
             found = llm.generate(prompts, params, use_tqdm=False) + llm.generate(prompts[:20], params[:20], use_tqdm=False)
         return [(output.outputs[0].token_ids, [[(token, pytest.approx(one.logprob, abs=2e-5)) for token, one in place.items()]
@@ -46,7 +47,7 @@ def test_padding_changes_no_answer(chunk: int) -> None:
 
 def test_every_gemm_runs_with_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up of a GPU: each projection of a layer and the head, as far as their shapes differ."""
-    with LLM(str(MODELS / "stories260k"), max_num_seqs=4, max_model_len=64) as llm:
+    with LLM(str(need(MODELS / "stories260k")), max_num_seqs=4, max_model_len=64) as llm:
         model, found, rows = llm.engine.rank.worker.model, list[tuple[int, int, int]](), list[int]()
         different = {(linear.weight.n, linear.weight.k) for linear in model.linears}
         assert len(model.linears) == 4 * len(model.blocks) and len(different) == 4

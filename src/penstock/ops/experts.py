@@ -44,7 +44,7 @@ class Stack(Weight):
 
     __slots__ = ("count", "grouped")
     coded: CodedWeight | None = None
-    """What quantized matrices are, one behind the other as its rows, where GPU kernels decode them."""
+    """The parts of quantized matrices, one behind the other as its rows, where GPU kernels decode them."""
 
     def __init__(self, data: torch.Tensor, count: int, n: int, k: int, dtype: torch.dtype, grouped: ExpertsOps) -> None:
         super().__init__(data, n, k, dtype)

@@ -77,7 +77,7 @@ class Matrices:
     """An adapter in host memory, as its slot will hold it."""
 
     data: torch.Tensor
-    """What it changes of a slot's line, [unit * padded rank] if that is all."""
+    """The part of a slot's line that it changes, [unit * padded rank] if that is all."""
     places: list[tuple[int, int]]
     """Where these elements lie in the line: beginnings and ends."""
     gains: torch.Tensor | None

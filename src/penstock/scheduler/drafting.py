@@ -57,10 +57,10 @@ _BETTER, _CLEAR, _MANY = 1.01, 0.064, 256
 """Gain for which it does, and the further gain over none that so many sequences must have: the last of them to end needs more
 steps than the mean, and the drafter reads their prompts, neither of which a step of decoding shows."""
 _AGE, _UNKNOWN, _TRIALS = 1 / 5000, 32, 0.0025
-"""What is added to the rate of a number for each step in which it was not tried, how many times as much for the largest number
+"""The growth of a number's rate for each step in which it was not tried, how many times as much that is for the largest number
 before its first time, and the part of the time at a number of sequences that trials may lose."""
 _NEAR, _RETRY = 2, 400
-"""How many times as many sequences, or as few, a known number of them speaks for; steps until drafts are tried again where none
+"""A known number of sequences speaks for so many times as many, or as few; steps until drafts are tried again where none
 of a trial could be measured."""
 _BELOW = 0.7
 """Part of the acceptance of all below which a sequence may have fewer drafts than others."""
@@ -191,7 +191,7 @@ class Adaptive(DraftPolicy):
             found = [one for one in sizes if one.seconds[number]]
             if found and found[0].rows <= _NEAR * rows and rows <= _NEAR * found[-1].rows:
                 at, seconds = [one.rows for one in found], np.array([one.seconds[number] for one in found])
-                # What drafts add, which beyond the measured sequences grows at most in proportion to them.
+                # The time that drafts add: beyond the measured sequences it grows at most in proportion to them.
                 added = float(np.interp(rows, at, seconds - np.interp(at, *plain)))
                 known[number] = known[0] + max(1.0, rows / at[-1]) * added if number else added
                 shares[number] = min(found, key=lambda one: abs(one.rows - rows)).share[number]

@@ -8,7 +8,6 @@ from collections import Counter
 
 from penstock.core.errors import RequestError
 from penstock.core.lateness import Lateness
-from penstock.core.request import Request
 from penstock.core.sequence import Sequence
 from penstock.core.service import Service
 from penstock.core.steptime import StepTime
@@ -40,32 +39,41 @@ class Forecast:
         """Requests that wait, by group: class, line feed, tenant."""
         self.unread: Counter[str] = Counter()
         """Their prompt tokens."""
+        self._first: Counter[str] = Counter()
+        self._unread: Counter[str] = Counter()
+        """The same without long prompts, which let others go first."""
         self._seconds = self._entered = 0.0
         self._tokens = dict.fromkeys(classes, 0.0)
         """Prompt tokens by class."""
         self._last = 0.0
         self.ended = self._span = self._at = 0.0
         """Sequences that have left rows, in so many seconds, and the time of the latest plan."""
-        self._errors = {name: Lateness(_GAIN, _MARGIN / 4 * min(service.ttft, 30.0)) for name, service in classes.items()}
-        """By how much first tokens came later than forecast, by class."""
+        self._errors = {(name, long): Lateness(_GAIN, _MARGIN / 4 * min(service.ttft, 30.0))
+                        for name, service in classes.items() for long in (False, True)}
+        """By how much first tokens came later than forecast, by class, of long prompts apart."""
 
     def waits(self, sequence: Sequence, group: str, change: int) -> None:
         """As `Policy.waits`. Further choices and prompts of a request do not count: they let others go first."""
         if sequence.index or sequence.request.follows:
             return
         self.waiting[group] += change
-        # Long prompts let others go first.
-        self.unread[group] += 0 if sequence.stretched else change * sequence.prompt_len
+        self.unread[group] += change * sequence.prompt_len
+        if not sequence.stretched:
+            self._first[group] += change
+            self._unread[group] += change * sequence.prompt_len
         if not self.waiting[group]:
-            del self.waiting[group], self.unread[group]
+            del self.waiting[group], self.unread[group], self._first[group], self._unread[group]
 
     def begun(self, sequence: Sequence, now: float) -> None:
         """Learns from the forecast of a sequence that has its first token now, or will have it then."""
         if sequence.forecast:
-            errors, wider = self._errors[sequence.request.tier], _KEPT if now <= sequence.promise else _BROKEN
+            errors, wider = self._lateness(sequence), _KEPT if now <= sequence.promise else _BROKEN
             errors.took(max(0.0, now - sequence.forecast))
             errors.deviations = min(_WIDEST, max(_NARROWEST, errors.deviations + wider))
             sequence.forecast = 0.0
+
+    def _lateness(self, sequence: Sequence) -> Lateness:
+        return self._errors[sequence.request.tier, sequence.stretched]
 
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
         """As `Policy.planned`."""
@@ -73,6 +81,7 @@ class Forecast:
         self._at = now
         if self._span > 2 * _TURNOVER:
             self._span, self.ended = self._span / 2, self.ended / 2
+        waiting = waiting and self._first.total() > 0  # long prompts wait for their part of steps, not for others
         if not (waiting or self._last):
             return
         seconds = now - self._last if self._last else 0.0
@@ -87,27 +96,29 @@ class Forecast:
                     self._tokens[sequence.request.tier] += count
             self._entered = keep * self._entered + entered
 
-    def seconds(self, request: Request, reading: int, due: dict[str, tuple[int, int]], taken: bool, credit: float) -> float:
-        """Predicted seconds to the first token of a new request; `reading`: prompt tokens left of the running sequences;
-        `due`: prompt tokens and number of those who wait and are due before it, by group of classes that promise later;
-        `taken`: all rows are, and none would be given up; `credit`: tokens that its class may have before others are owed any.
-        """
+    def seconds(self, sequence: Sequence, reading: int, due: dict[str, tuple[int, int]], taken: bool, credit: float) -> float:
+        """Predicted seconds to the first token of a new request, which waits for long prompts if its own is one; `reading`:
+        prompt tokens left of the running sequences; `due`: prompt tokens and number of those who wait and are due before it, by
+        group of classes that promise later; `taken`: all rows are, and none would be given up; `credit`: tokens that its class
+        may have before others are owed any."""
+        request = sequence.request
         own, service = len(request.prompt_ids), self._classes[request.tier]
+        waiting, unread = (self.waiting, self.unread) if sequence.stretched else (self._first, self._unread)
         tokens, entries, later = Counter[str](), Counter[str](), list[tuple[float, str, int, int]]()
-        for group, count in self.waiting.items():
+        for group, count in waiting.items():
             tier, _, tenant = group.partition("\n")
             other = self._classes[tier]
             if other.ttft > service.ttft:
                 first, many = due.get(group, (0, 0))
-                later.append((other.weight / service.weight, tenant, self.unread[group] - first, count - many))
+                later.append((other.weight / service.weight, tenant, unread[group] - first, count - many))
             else:
-                first, many = self.unread[group], count
+                first, many = unread[group], count
             tokens[tenant] += first
             entries[tenant] += many
         # Classes that are due later get their share once this one has used its credit.
         beyond = max(0.0, 1 - credit / max(1, own + tokens.total()))
-        for ratio, tenant, unread, count in later:
-            tokens[tenant] += int(min(unread, beyond * ratio * tokens[tenant]))
+        for ratio, tenant, left, count in later:
+            tokens[tenant] += int(min(left, beyond * ratio * tokens[tenant]))
             entries[tenant] += int(min(count, beyond * ratio * entries[tenant]))
         alone = self._times.prompt(own) + taken * self._span / max(1.0, self.ended)
         if not entries:
@@ -132,7 +143,7 @@ class Forecast:
         """RequestError 429 if the queue of the request's class or tenant is full, or if its promise cannot be kept; with the
         seconds after which it probably could. `free`: nobody waits and there are rows; the others: as for `seconds`."""
         request, service = sequence.request, self._classes[sequence.request.tier]
-        late = 0.0 if free else now + self.seconds(request, reading, due, taken, credit) - request.arrival
+        late = 0.0 if free else now + self.seconds(sequence, reading, due, taken, credit) - request.arrival
         mine = self.waiting[group]
         many = sum(count for other, count in self.waiting.items() if other.startswith(f"{request.tier}\n"))
         most = service.queue if not request.tenant else service.tenant_queue or max(1, service.queue // 2)
@@ -142,7 +153,7 @@ class Forecast:
                                    "try again later, or use another class", code="queue_full", status=429,
                                    retry=max(1.0, late / 2))
         promised = sequence.promise - request.arrival
-        usable = promised - min(_MOST * promised, max(_MARGIN * promised, self._errors[request.tier].late))
+        usable = promised - min(_MOST * promised, max(_MARGIN * promised, self._lateness(sequence).late))
         if not (free or request.waits):
             sequence.forecast = request.arrival + late
         if free or request.waits or not (request.deadline or math.isfinite(service.ttft)) or late <= usable:

@@ -99,7 +99,9 @@ class Pace:
 
         first = [s for s in reading if not later(s)]
         apart = bool(first) and promised is not None
-        part = self._calm(decode, list(filter(later, reading)), promised, apart) if len(first) < len(reading) else 0
+        long = list(filter(later, reading))
+        # Several of them that have waited long enough go on as each would alone.
+        part = self._calm(decode, long, max(1, sum(map(due, long))), promised, apart) if long else 0
         if not first or (apart and part):
             return decoding, part, later
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in first)
@@ -116,14 +118,14 @@ class Pace:
         """Seconds that a step may take beside answers which were promised a token in so many."""
         return promised * min(_MARGIN, 1 / (1 + min(_ERROR, self.times.error)))
 
-    def _calm(self, decode: Load, later: list[Sequence], promised: float | None, apart: bool) -> int:
-        """Tokens of long and further prompts in a step that decodes. Where their part of it is too small, they save it up for
-        a later step, which stays within the target and, if it can, what was promised. `apart`: others read, so they save up
-        for a step in which these do not: both together would break the promise."""
+    def _calm(self, decode: Load, later: list[Sequence], parts: int, promised: float | None, apart: bool) -> int:
+        """Tokens of long and further prompts in a step that decodes; so many of them have a part of it. Where their parts are
+        too small, they save them up for a later step, which stays within the target and, if it can, what was promised. `apart`:
+        others read, so they save up for a step in which these do not: both together would break the promise."""
         alone, target = self.times.seconds(decode), self._target or 0.0
         if promised is not None:
             target = max((1 + _SLOW) * alone, min(target, self._bound(promised)))
-        self._saved += _CALM * alone
+        self._saved += parts * _CALM * alone
         tokens = self.times.within(decode, min(target, alone + self._saved), max(s.planned for s in later), _scored(later))
         if (apart or tokens < _WORTH) and alone + self._saved < target:
             return 0

@@ -104,7 +104,10 @@ class Promises(Policy):
                     first = waiting.before(group, self.key(sequence))
                     found = [s.prompt_len for s in first if not (s.index or s.request.follows or s.stretched)]
                     due[group] = sum(found), len(found)
-            reading = sum(s.goal - s.planned for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise)
+            before = [s for s in running if s.goal > s.planned + 1 and s.promise <= sequence.promise]
+            reading, long = (sum(s.goal - s.planned for s in before if s.stretched == one) for one in (False, True))
+            # Long prompts leave half of each step to one that is not.
+            reading += long if sequence.stretched else min(long, sequence.prompt_len)
             taken = taken and not any(self.expendable(s, sequence) for s in running)
         self._forecast.check(sequence, self.group(sequence), now, reading, due, free, taken, self._credit(sequence))
 

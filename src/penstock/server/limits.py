@@ -78,7 +78,7 @@ class Limits:
                                f"most {self.options.max_request_sequences} are possible in one request "
                                "(--max-request-sequences)", param="n")
         scores = prompts * (params.n * (1 + (params.logprobs or 0)) + (1 + (params.prompt_logprobs or 0)))
-        # Those of one answer are bounded by --max-logprobs.
+        # --max-logprobs bounds the scores of one answer.
         if scores > self.options.max_request_scores and prompts * params.n > 1:
             raise RequestError(f"{prompts} prompts times n = {params.n} times log probabilities are {scores} for each token; "
                                f"at most {self.options.max_request_scores} are possible in one request "
