@@ -17,9 +17,9 @@ _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
 _PARTS = 256
 """A line has at most so many parts, unless the vocabulary is huge: one compiled kernel serves all numbers of lines."""
 _SLOTS = 32
+"""The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS, for beams."""
 _PAIRS = 1024
 """Pairs of a line and a named token that are scored at a time. Bounds the memory of their partial results."""
-"""The most alternatives that the kernels of `score` find: more than core/sampling.py's MAX_LOGPROBS, for beams."""
 _GROUP = 32
 """Logits rows whose tokens are counted at a time, which bounds the memory of penalties."""
 
