@@ -45,8 +45,8 @@ class Batch:
             # The last are the first to give their pages up.
             running.sort(key=lambda s: 2 if s in resting else s in apart)
         own = len(running) - len(apart | resting)
-        head = next(iter(queues.waiting)) if queues.waiting and queues.rows and not queues.crowded else None
         coming = 0 if queues.crowded else min(len(queues.waiting), len(queues.rows))
+        head = next(iter(queues.waiting)) if coming else None
         hinted = drafting.begin((len(running) + coming) // self._limits.stages)
         spare = self.spare() if hinted else 0
         answering: list[Sequence] = []

@@ -139,7 +139,7 @@ class Scheduler:
             budget = self.limits.max_num_batched_tokens
         if budget is not None:
             self.batch.extend(step, self.admission.admit(step, budget, now))
-        self.policy.planned(step, now, len(self.queues.entered), bool(self.waiting))
+        self.policy.planned(step, now, len(self.queues.entered), waiting := bool(self.waiting))
         # A sequence's true start is uncertain only while drafts are in flight.
         unsure = any(map(attrgetter("drafts"), self.in_flight))
         slack = np.array([sequence.slack for sequence in step.sequences], np.int32) if unsure else None
@@ -155,7 +155,7 @@ class Scheduler:
         self._counted = self._counted if self.in_flight else now
         self.in_flight.append(step)
         step.load = load_of(step.starts, step.counts, step.scored)
-        step.limit = binding(waiting=bool(self.waiting), rows=bool(self.queues.rows), room=not self.queues.crowded,
+        step.limit = binding(waiting=waiting, rows=bool(self.queues.rows), room=not self.queues.crowded,
                              refused=self._refused)
         self._refused = False
         flat = np.array([rows, step.starts, step.counts, step.wants], np.int32)
