@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from fixed import SHAPES, write
+from gpu_time import copy_bandwidth
 from penstock.cli.bench.environment import environment
 from penstock.cli.bench.offline import seconds_for
 from penstock.engine.llm import LLM
@@ -68,22 +69,17 @@ def read_bytes(shape: dict[str, Any], layers: int, vocab: int, joined: int = 1) 
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes together, the best of several."""
-    source = torch.zeros(1 << (30 if device.type == "cuda" else 27), dtype=torch.uint8, device=device)
+    """Bytes a second that a copy reads and writes together."""
+    if device.type == "cuda":
+        return copy_bandwidth()
+    source = torch.zeros(1 << 27, dtype=torch.uint8)
     copy, best = torch.zeros_like(source), 0.0
     for _ in range(8):
-        start = clock(device)
+        start = time.perf_counter()
         for _ in range(4):
             copy.copy_(source)
-        best = max(best, 8 * source.numel() / (clock(device) - start))
+        best = max(best, 8 * source.numel() / (time.perf_counter() - start))
     return best
-
-
-def clock(device: torch.device) -> float:
-    """Seconds, once the device has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 class Passes:

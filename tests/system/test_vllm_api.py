@@ -96,7 +96,7 @@ def test_several_conversations(server: Served) -> None:
 
 
 def test_log_probabilities_of_named_tokens(server: Served) -> None:
-    """Those of logprob_token_ids, each once, are the softmax of transformers, in every kind of answer."""
+    """Every kind of answer reports the tokens of logprob_token_ids, each once, with the log-softmax of transformers."""
     ids, named = server.post("/tokenize", prompt="Once upon a time").json()["tokens"], [300, 7, 300, 41]
     model = AutoModelForCausalLM.from_pretrained(need(MODELS / "stories260k"), dtype=torch.float32)
     asked = {"prompt": ids, "temperature": 0, "max_tokens": 3, "logprob_token_ids": named, "return_tokens_as_token_ids": True,

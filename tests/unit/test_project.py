@@ -87,7 +87,7 @@ def test_compiler_processes_need_no_torch() -> None:
 
 
 def top_imports(path: Path) -> Iterator[str]:
-    """What a module imports as it is imported itself, not later."""
+    """The modules that a module imports as it is imported itself, not later."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

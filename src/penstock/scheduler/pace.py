@@ -97,9 +97,9 @@ class Pace:
                 return True
             return promised is not None and now < self.lively and self.long(sequence) and not due(sequence)
 
-        first = [s for s in reading if not later(s)]
-        apart = bool(first) and promised is not None
         long = list(filter(later, reading))
+        first = [s for s in reading if not later(s)] if long else reading
+        apart = bool(first) and promised is not None
         # Prompts of several requests that have waited long enough go on as each would alone.
         parts = max(1, sum(s.stretched and due(s) for s in long))
         part = self._calm(decode, long, parts, promised, apart) if long else 0
@@ -111,7 +111,7 @@ class Pace:
         unread = sum(s.goal - s.planned for s in first)
         at = sum(s.planned for s in first) / len(first) + self._most / 8
         tokens = self.tokens(decode, len(first), unread, waited, promised, at, _scored(first))
-        if len(first) < len(reading):
+        if long:
             tokens = min(tokens, decoding + unread)
         return tokens, min(part, self._most - tokens), later
 
