@@ -1,7 +1,7 @@
 # Penstock's commands. Each sets up what it needs first; once that is done it costs nothing.
 #
 #   make serve [MODEL=<folder or hub id>] [ARGS="--port 8001 ..."]      without MODEL: canary, the small model that comes with it
-#   make test  [ARGS="tests/unit -x"]         without the tests marked exhaustive; a process for each core (ARGS="-n 0": one)
+#   make test  [ARGS="tests/unit -x"]         without the tests marked exhaustive; a process more than cores (ARGS="-n 0": one)
 #   make test-all [ARGS=...]                  with them
 #   make lint, make mutants, make bench       style and types; do the tests find known faults; the standing measurements
 #
@@ -13,8 +13,8 @@ export TORCH
 BIN := $(VENV)/bin
 SERVING := $(VENV)/.ready-to-serve
 DEVELOPING := $(VENV)/.ready-to-develop
-# Files are not divided, because their tests share servers and models.
-PARALLEL := -n auto --dist loadfile
+# Files are not divided, because their tests share servers and models (tests/conftest.py).
+PARALLEL := -n auto --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve hostile test test-all mutants lint bench docs clean

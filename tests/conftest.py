@@ -1,6 +1,7 @@
-"""Running the tests in several processes at once (`make test`, pytest-xdist): tests marked `serial` run alone.
+"""Running the tests in several processes at once (`make test`, pytest-xdist): tests marked `serial` run alone, files stay
+whole, and those that ask one server (`shared`) follow each other in one process.
 
-Without pytest-xdist, or with `-n 0`, nothing here does anything but let the processes that tests start keep their bytecode.
+Without pytest-xdist, or with `-n 0`, the order is the same, and the processes that tests start keep their bytecode.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,63 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if WORKERS > 1 and "torch" not in sys.modules:
     # PyTorch's threads meet at a barrier after every operation, so more threads than cores cost milliseconds each time.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // WORKERS)))
+
+
+LONG = ("system", "hostile", "simulate", "models", "ops")
+"""Folders whose files take long, the longest first. The short ones come last, so that no process ends long after the others."""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: tests that wait for processes or for a deadline leave a core idle."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under `--dist loadgroup`: a process takes whole files, and all files of an `xdist_group`."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Files(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return nodeid.partition("::")[0] if scope == nodeid else scope
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; whatever the folder, the tests of a file stay together and in their order."""
+    here = Path(__file__).parent
+    folders = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: folders.get(item.path.relative_to(here).parts[0], len(LONG)))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Callable[..., Any]]:
+    """Makes (model, flags) a running server (tests/system/served.py), the same one whenever a file of this process asks again:
+    for tests that ask and answer, but neither end it, nor fill it, nor read its log or totals. Such files name one
+    `xdist_group`, so that one process runs them."""
+    from tests.system.served import Served
+
+    found: dict[tuple[str, ...], Served] = {}
+
+    def server(model: Path | str, *flags: str) -> Served:
+        asked = (str(model), *flags)
+        if asked not in found:
+            found[asked] = Served(model, *flags)
+        return found[asked]
+
+    try:
+        yield server
+        for one in found.values():
+            one.settle()
+            assert "Traceback" not in one.log, one.log
+    finally:
+        for one in found.values():
+            one.stop()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +15,9 @@ import pytest
 from tests.data import MODELS, need
 from tests.hostile.bodies import cases
 from tests.hostile.forms import forms
-from tests.system.served import TEMPLATE, Served, error_of, served
+from tests.system.served import TEMPLATE, Served, error_of
+
+pytestmark = pytest.mark.xdist_group("stories")
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 
@@ -28,12 +30,12 @@ BUSY = frozenset({503})
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(need(MODELS / "stories260k"), "--chat-template", TEMPLATE) as server:
-        yield server
-        assert server.complete(prompt="Once", max_tokens=4)["usage"]["completion_tokens"] == 4
-        assert server.settle()["penstock:pages_used"] == 0
-        assert "Traceback" not in server.log, server.log
+def server(shared: Callable[..., Served]) -> Iterator[Served]:
+    server = shared(need(MODELS / "stories260k"), "--chat-template", TEMPLATE)
+    yield server
+    assert server.complete(prompt="Once", max_tokens=4)["usage"]["completion_tokens"] == 4
+    assert server.settle()["penstock:pages_used"] == 0
+    assert "Traceback" not in server.log, server.log
 
 
 class Health:

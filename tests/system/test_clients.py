@@ -10,14 +10,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.system.served import NAME, Served, served
+from tests.system.served import NAME, Served
+
+pytestmark = pytest.mark.xdist_group("canary")
 
 PYTHON = os.environ.get("PENSTOCK_TEST_CLIENTS", sys.executable)
 """An interpreter that has the clients; by default this one."""
@@ -26,9 +28,8 @@ HERE = Path(__file__).parent / "clients"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served("canary", "--max-model-len", "4096", "--max-num-seqs", "8") as found:
-        yield found
+def server(shared: Callable[..., Served]) -> Served:
+    return shared("canary", "--max-model-len", "4096")
 
 
 @pytest.mark.parametrize(("module", "program"), [

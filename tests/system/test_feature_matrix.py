@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
 
 import pytest
 
 from penstock.canary import calling
-from tests.system.served import Served, error_of, served
+from tests.system.served import Served, error_of
+
+pytestmark = pytest.mark.xdist_group("canary")
 
 WEATHER = next(tool.schema() for tool in calling.TOOLS if tool.name == "get_weather")
 PLAIN = [{"role": "user", "content": "Repeat: dog cat sun"}]
@@ -71,9 +73,8 @@ FEATURES: dict[str, Feature] = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served("canary", "--max-model-len", "512") as server:
-        yield server
+def server(shared: Callable[..., Served]) -> Served:
+    return shared("canary", "--max-model-len", "4096")
 
 
 def gathered(text: str) -> Answer:

@@ -17,7 +17,7 @@ from penstock.canary.suite import prompts
 from penstock.cli.likelihood import here
 from penstock.cli.main import main
 from penstock.engine.llm import LLM
-from tests.system.served import served
+from tests.system.served import Served
 
 WINDOW = Path(__file__).resolve().parents[1] / "assets" / "canary-window"
 SKILLS = ("count", "sort", "think", "recall", "tool-call", "stop")
@@ -98,12 +98,13 @@ def test_the_command_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--record FILE" in capsys.readouterr().err
 
 
-def test_a_server_is_scored_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.xdist_group("canary")
+def test_a_server_is_scored_as_well(shared: Callable[..., Served], capsys: pytest.CaptureFixture[str]) -> None:
     """By /tokenize and echo with logprobs, which vLLM has, too."""
-    with served("canary", "--max-num-seqs", "16") as server:
-        words = ["eval", "canary", "--base-url", server.url, "--prompts", "2", "--skills", "tool-call", "--json",
-                 "--reference", str(canary.MODEL / FILE)]
-        assert main(words) == 0
+    server = shared("canary", "--max-model-len", "4096")
+    words = ["eval", "canary", "--base-url", server.url, "--prompts", "2", "--skills", "tool-call", "--json",
+             "--reference", str(canary.MODEL / FILE)]
+    assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["reference"]["differs"] is False and found["reference"]["ratio"]["count"] == PROMPTS
     exact = score(Record.load(canary.MODEL / FILE).exact["tool-call"])

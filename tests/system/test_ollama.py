@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.canary import calling
-from tests.system.served import NAME, Served, served
+from tests.system.served import NAME, Served
+
+pytestmark = pytest.mark.xdist_group("canary")
 
 WEATHER = next(tool.schema() for tool in calling.TOOLS if tool.name == "get_weather")
 ASK = [{"role": "user", "content": "What is the weather in Lima?"}]
@@ -19,9 +21,8 @@ GREEDY = {"temperature": 0, "num_predict": 60}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served("canary", "--max-model-len", "1024") as server:
-        yield server
+def server(shared: Callable[..., Served]) -> Served:
+    return shared("canary", "--max-model-len", "4096")
 
 
 def whole(server: Served, path: str, **body: Any) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def test_embed(server: Served) -> None:
     assert found["prompt_eval_count"] > 1
     older = server.post("/api/embeddings", model=NAME, prompt="a dog").json()["embedding"]
     np.testing.assert_allclose(older, wanted[0], atol=1e-5)
-    long = "a dog " * 2000
+    long = "a dog " * 5000
     assert len(whole_embed(server, input=long)["embeddings"]) == 1
     assert server.post("/api/embed", model=NAME, input=long, truncate=False).status_code == 400
 
@@ -108,10 +109,10 @@ def test_models(server: Served) -> None:
     [tag] = server.http.get("/api/tags").json()["models"]
     assert tag["name"] == tag["model"] == NAME and tag["size"] > 0 and len(tag["digest"]) == 64
     [loaded] = server.http.get("/api/ps").json()["models"]
-    assert loaded["name"] == NAME and loaded["context_length"] == 1024
+    assert loaded["name"] == NAME and loaded["context_length"] == 4096
     shown = server.post("/api/show", model=NAME).json()
     assert {"completion", "tools"} <= set(shown["capabilities"]) and "messages" in shown["template"]
-    assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 1024
+    assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 4096
     assert server.http.get("/api/version").json()["version"]
 
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 
 from tests.data import MODELS, need
-from tests.system.served import NAME, TEMPLATE, Served, served
+from tests.system.served import NAME, TEMPLATE, Served
+
+pytestmark = pytest.mark.xdist_group("stories")
 
 PROMPT = "Once upon a time, there was"
 GREEDY = {"model": NAME, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(need(MODELS / "stories260k"), "--chat-template", TEMPLATE) as server:
-        yield server
+def server(shared: Callable[..., Served]) -> Served:
+    return shared(need(MODELS / "stories260k"), "--chat-template", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

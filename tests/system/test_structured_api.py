@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -13,7 +13,9 @@ from pydantic import BaseModel, Field
 
 from penstock import canary
 from penstock.text import Tokenizer
-from tests.system.served import NAME, Served, served
+from tests.system.served import NAME, Served
+
+pytestmark = pytest.mark.xdist_group("canary")
 
 MESSAGES = [{"role": "user", "content": "Describe a person as JSON."}]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer", "minimum": 0,
@@ -34,9 +36,8 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(canary.NAME, "--max-model-len", "512") as found:
-        yield found
+def server(shared: Callable[..., Served]) -> Served:
+    return shared("canary", "--max-model-len", "4096")
 
 
 @pytest.fixture(scope="module")

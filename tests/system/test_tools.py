@@ -4,7 +4,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,13 +17,14 @@ from penstock.canary import calling
 from penstock.cli.main import main
 from tests.system.served import NAME, Served, served
 
+pytestmark = pytest.mark.xdist_group("canary")
+
 SHARE = 0.99
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served("canary", "--max-model-len", "2048") as found:
-        yield found
+def server(shared: Callable[..., Served]) -> Served:
+    return shared("canary", "--max-model-len", "4096")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.data import MODELS, need
 from tests.system.served import TEMPLATE, Served, error_of, served
+
+pytestmark = pytest.mark.xdist_group("stories")
 
 NAMES = ("vllm:num_requests_waiting_by_reason", "vllm:engine_sleep_state", "vllm:spec_decode_num_draft_tokens_total",
          "vllm:spec_decode_num_accepted_tokens_total", "vllm:lora_requests_info", "vllm:kv_cache_usage_perc",
@@ -35,9 +37,8 @@ def chat(server: Served, **body: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(need(MODELS / "stories260k"), "--max-model-len", "512", "--chat-template", TEMPLATE) as server:
-        yield server
+def server(shared: Callable[..., Served]) -> Served:
+    return shared(need(MODELS / "stories260k"), "--chat-template", TEMPLATE)
 
 
 def test_tokens_in_and_out(server: Served) -> None:

@@ -36,7 +36,7 @@ def test_serial_tests_run_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for file in range(2):
         (tmp_path / f"test_{file}.py").write_text(TESTS.format(log=str(log), file=file))
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout
     lines = log.read_text().splitlines()
