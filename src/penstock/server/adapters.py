@@ -13,7 +13,6 @@ from starlette.responses import PlainTextResponse, Response
 from penstock.checkpoint.adapter import CONFIG, WEIGHTS
 from penstock.core.errors import ConfigError, RequestError
 from penstock.observe.log import LOG
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.fleet import Slot
 from penstock.server.state import State
@@ -115,15 +114,13 @@ class AdapterRoutes:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = BodyReader(state, lambda _where, text: text)
 
     def routes(self) -> Sequence[Route]:
         return (Route("POST", "/v1/load_lora_adapter", self.load, "Serve a LoRA adapter", LoadAdapter),
                 Route("POST", "/v1/unload_lora_adapter", self.unload, "Serve a LoRA adapter no longer", UnloadAdapter))
 
-    async def load(self, http: Request) -> Response:
+    async def load(self, http: Request, body: LoadAdapter) -> Response:
         """200 once requests may name the adapter."""
-        body = await self.bodies.read(http, LoadAdapter)
         self.state.admit(None)
         if body.lora_name in self.state.names and body.lora_name not in self.state.llm.adapters:
             raise RequestError(f"{body.lora_name!r} is the model's own name", param="lora_name", code="adapter_exists")
@@ -131,9 +128,8 @@ class AdapterRoutes:
         await asyncio.shield(self.state.llm.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    async def unload(self, http: Request) -> Response:
+    async def unload(self, http: Request, body: UnloadAdapter) -> Response:
         """200 at once; requests that have been taken in finish."""
-        body = await self.bodies.read(http, UnloadAdapter)
         self.state.admit(None)
         await self.state.llm.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -3,8 +3,8 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, JSONResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -18,15 +18,18 @@ from penstock.server.admin import Admin
 from penstock.server.anthropic.dialect import Anthropic
 from penstock.server.batches.dialect import Batches
 from penstock.server.batches.run import Runner
-from penstock.server.dialect import Dialect, ErrorShapes
+from penstock.server.body import BodyReader
+from penstock.server.dialect import ErrorShapes, Handler
+from penstock.server.dialect import Route as Described
 from penstock.server.docs import docs_page
-from penstock.server.errors import on_client_gone, on_http_exception, on_request_error
+from penstock.server.errors import on_error
 from penstock.server.fleet import Fleet, Selecting
 from penstock.server.gate import OPEN_ROUTES, Gate
 from penstock.server.keys import KeyFile
 from penstock.server.models import ModelRoutes
 from penstock.server.ollama.dialect import Ollama
 from penstock.server.openai.dialect import OpenAI
+from penstock.server.openai.form import OpenAIForm
 from penstock.server.page import page_routes
 from penstock.server.paths import Paths
 from penstock.server.pooling.dialect import Pooling
@@ -43,20 +46,20 @@ class Application:
 
     def __init__(self, models: AsyncLLM | Fleet, options: ServerOptions) -> None:
         self.state = State(models, options)
-        app = Starlette(exception_handlers={
-            HTTPException: on_http_exception, ClientDisconnect: on_client_gone,
-            **dict.fromkeys((RequestError, EngineDeadError, Exception), on_request_error)})
+        app = Starlette(exception_handlers=dict.fromkeys(
+            (HTTPException, ClientDisconnect, RequestError, EngineDeadError, Exception), on_error))
         app.router.redirect_slashes = False
         selecting = Selecting(app, self.state.fleet)
         self.batches = Runner(self.state, selecting, lambda: self.shapes)
         # The first dialect shapes the errors of unknown paths.
-        dialects: list[Dialect] = [
+        dialects: list[OpenAIForm | Anthropic | Ollama] = [
             OpenAI(self.state), Pooling(self.state), Anthropic(self.state, self.batches), Responses(self.state),
             Ollama(self.state), Batches(self.state, self.batches), VLLM(self.state)]
-        admin = Admin(self.state)
-        routes = [*(route for dialect in dialects for route in dialect.routes()), *admin.routes(),
-                  *AdapterRoutes(self.state).routes(), *Room(self.state).routes(),
-                  *ModelRoutes(self.state, options.shutdown_timeout).routes()]
+        handlers = [(route, dialect.bodies) for dialect in dialects for route in dialect.routes()]
+        plain = BodyReader(self.state, lambda _where, text: text)
+        handlers += [(route, plain) for part in (Admin(self.state), AdapterRoutes(self.state), Room(self.state), ModelRoutes(
+            self.state, options.shutdown_timeout)) for route in part.routes()]
+        routes = [route for route, _ in handlers]
         self.shapes = ErrorShapes(dialects)
         keys_file = KeyFile(options.keys_file) if options.keys_file else None
         keyed = options.api_key or options.admin_api_key or keys_file is not None
@@ -64,7 +67,7 @@ class Application:
         self.document = openapi(routes, OPEN_ROUTES if open_routes is None else open_routes, self.shapes, options.root_path)
         page = docs_page(self.document)
         app.router.routes += [
-            *(Route(route.path, route.handler, methods=[route.method]) for route in routes),
+            *(Route(route.path, _handler(route, bodies), methods=[route.method]) for route, bodies in handlers),
             Route("/openapi.json", lambda request: JSONResponse(self.document)), *page_routes(),
             Route("/docs", lambda request: HTMLResponse(page))]
         asgi: ASGIApp = Gate(selecting, options.api_key, options.admin_api_key, options.allowed_origins, self.shapes,
@@ -78,3 +81,15 @@ class Application:
         if options.log_requests:
             asgi = AccessLog(asgi)
         self.asgi: ASGIApp = Paths(asgi, options.root_path)
+
+
+def _handler(route: Described, bodies: BodyReader) -> Handler:
+    """The handler of a route for Starlette: the body is read here where it is of one type."""
+    kind = route.body
+    if not isinstance(kind, type) or route.form:
+        return route.handler
+
+    async def read(http: Request) -> Response:
+        return await route.handler(http, await bodies.read(http, kind))
+
+    return read

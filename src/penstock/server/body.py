@@ -45,8 +45,7 @@ class BodyReader:
         """The body as `kind`, or as the type that `kind` names for the fields that the body has; its length is then in the
         scope as `body_bytes`. The model that it names is chosen and loaded. RequestError 400, 408, 413, 415 or 503 naming the
         fault; ClientDisconnect if the client went away."""
-        with self._limits.receiving() as count:
-            data = await self._bytes(request, count)
+        data = await self.raw(request)
         request.scope["body_bytes"] = len(data)
         work = self._fleet.current.llm.work
         body = await work.run(len(data) // _BYTES_A_CHARACTER, lambda: self._decode(request, kind, data))
@@ -54,73 +53,66 @@ class BodyReader:
             await self._fleet.use(body.model)
         return body
 
+    async def raw(self, request: Request) -> bytes:
+        """The bytes of the body. RequestError 408, 413 or 503; ClientDisconnect if the client went away."""
+        declared = request.headers.get("content-length", "")
+        most = self._limits.options.max_body_bytes
+        if declared.isdigit() and int(declared) > most:
+            raise too_large(f"{int(declared):,} bytes", most)
+        chunks: list[bytes] = []
+        with self._limits.receiving() as count:
+            async for chunk in request.stream():
+                count(len(chunk))
+                chunks.append(chunk)
+        return b"".join(chunks)
+
     def _decode(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]], data: bytes) -> Body:
         self._limits.check_json(data)
-        if not isinstance(kind, type):
-            kind = kind(self._fields(data))
-        decoder = self._decoders.get(kind)
-        if decoder is None:
-            decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
+        ignored: list[str] = []
         try:
-            body: Body = decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            body = self._without_unknown(request, kind, data, error)
-        return body
-
-    def _fields(self, data: bytes) -> Container[str]:
-        """The names of a JSON object's fields."""
-        try:
-            return msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+            if not isinstance(kind, type):
+                kind = kind(msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys())
+            decoder = self._decoders.get(kind)
+            if decoder is None:
+                decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
+            while True:
+                try:
+                    body: Body = decoder.decode(data)
+                    break
+                except msgspec.ValidationError as error:
+                    data, dropped = self._without_unknown(data, kind, error)
+                    if not dropped or len(ignored) >= MAX_IGNORED:
+                        raise
+                    ignored += dropped
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise explain(error, self._explain_field) from None
+        if ignored:
+            note_ignored(request, ignored)
+            self._warn(ignored)
+        return body
 
-    def _without_unknown(self, request: Request, kind: type[Body], data: bytes, error: Exception) -> Body:
-        """The body without the unknown fields that may be ignored, which a header will name. RequestError for another cause."""
-        ignored: list[str] = []
-        while (found := _unknown_field(error)) is not None and len(ignored) < MAX_IGNORED:
-            where, name = found
-            if not (self._lenient or (f"{where}.{name}" if where else name) in self._harmless):
-                break
-            try:
-                if where:
-                    data, dropped = _without(data, where, name), [f"{where}.{name}"]
-                else:
-                    data, dropped = self._without_top(data, kind)
-                ignored += dropped
-                body: Body = self._decoders[kind].decode(data)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as next_error:
-                error = next_error
-            else:
-                note_ignored(request, ignored)
-                self._warn(ignored)
-                return body
-        raise explain(error, self._explain_field) from None
-
-    def _without_top(self, data: bytes, kind: type[Any]) -> tuple[bytes, list[str]]:
-        """A JSON object without the fields that `kind` does not have and that may be ignored, and their names."""
+    def _without_unknown(self, data: bytes, kind: type[Any], error: Exception) -> tuple[bytes, list[str]]:
+        """The body without the unknown field of which a decoder complains, if it may be ignored, and its name. Of the whole
+        body's fields all others like it go at once."""
+        found = _unknown_field(error)
+        where, name = found or ("", "")
+        path = f"{where}.{name}" if where else name
+        if found is None or not (self._lenient or path in self._harmless):
+            return data, []
+        if where:
+            return _without(data, where, name), [path]
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         known = {field.encode_name for field in msgspec.structs.fields(kind)}
         dropped = [name for name in fields if name not in known and (self._lenient or name in self._harmless)]
         for name in dropped:
             del fields[name]
-        return (msgspec.json.encode(fields) if dropped else data), dropped
+        return msgspec.json.encode(fields), dropped
 
     def _warn(self, names: list[str]) -> None:
         for name in names:
             if name not in self._harmless and name not in self._warned and len(self._warned) < MAX_WARNED:
                 self._warned.add(name)
                 LOG.warning("requests have the unknown field %r, which is ignored (--unknown-fields warn)", name[:100])
-
-    async def _bytes(self, request: Request, count: Callable[[int], None]) -> bytes:
-        declared = request.headers.get("content-length", "")
-        most = self._limits.options.max_body_bytes
-        if declared.isdigit() and int(declared) > most:
-            raise too_large(f"{int(declared):,} bytes", most)
-        chunks: list[bytes] = []
-        async for chunk in request.stream():
-            count(len(chunk))
-            chunks.append(chunk)
-        return b"".join(chunks)
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)

@@ -5,12 +5,12 @@ The rest of `server/` knows no dialect. A dialect is a package beside `openai/` 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]
+"""Answers a request. It gets the decoded body, too, where a route says of what type that is."""
 
 ErrorShape = Callable[[RequestError], Any]
 """Builds a dialect's JSON object for a refused request."""
@@ -25,7 +25,7 @@ class Route(NamedTuple):
     handler: Handler
     about: str
     body: type[Any] | tuple[type[Any], ...] | None = None
-    """The msgspec struct that its body is decoded into, or one of several."""
+    """The msgspec struct that its body is decoded into; of several the handler reads and chooses one."""
     streams: bool = False
     """True if it can answer with server-sent events."""
     parts: tuple[type[Any], ...] = ()
@@ -35,7 +35,7 @@ class Route(NamedTuple):
     event: type[Any] | None = None
     """The type of each event's data, if it streams."""
     form: bool = False
-    """The body is a multipart form."""
+    """The body is a multipart form, which the handler reads."""
 
 
 class Dialect(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from penstock.core.errors import EngineDeadError, RequestError
@@ -43,39 +43,22 @@ def as_request_error(error: BaseException) -> RequestError:
         return error
     if isinstance(error, EngineDeadError):
         return UnavailableError(f"the engine has stopped: {error}", "engine_dead")
-    if isinstance(error, HTTPException):
-        code = "not_found" if error.status_code == 404 else None
-        return RequestError(_http_message(error), code=code, status=error.status_code)
     return RequestError(f"internal error ({type(error).__name__}); the server's log has the details", code="internal_error",
                         status=500)
 
 
-def _http_message(error: HTTPException) -> str:
-    if error.status_code == 404:
-        return "there is no such route; see /openapi.json"
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return f"this route does not take this method; possible: {allowed}"
-    return str(error.detail)
-
-
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's handler for the router's own refusals (404, 405)."""
-    assert isinstance(error, HTTPException)
-    shown = as_request_error(error)
-    if error.status_code in (404, 405):
-        shown = RequestError(f"{request.method} {request.url.path}: {shown.message}", code=shown.code, status=shown.status)
+async def on_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler for a route's exceptions, and for the router's own refusals (404, 405)."""
+    if isinstance(error, ClientDisconnect):
+        # Nobody reads the answer.
+        return Response(status_code=CLIENT_GONE)
+    if not isinstance(error, HTTPException):
+        return error_response(as_request_error(error), request.scope["error_shape"])
+    why = {404: "there is no such route; see /openapi.json",
+           405: f"this route does not take this method; possible: {(error.headers or {}).get('Allow', '')}"}
+    shown = RequestError(f"{request.method} {request.url.path}: {why.get(error.status_code, error.detail)}",
+                         code="not_found" if error.status_code == 404 else None, status=error.status_code)
     return error_response(shown, request.scope["error_shape"], error.headers)
-
-
-async def on_request_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for a route's exceptions: refusals, the engine's death, and unexpected ones."""
-    return error_response(as_request_error(error), request.scope["error_shape"])
-
-
-async def on_client_gone(request: Request, error: Exception) -> Response:
-    """Starlette's handler for a client that left before its request was complete. Nobody reads the answer."""
-    return Response(status_code=CLIENT_GONE)
 
 
 # -- what a decoder says

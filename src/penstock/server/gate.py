@@ -75,8 +75,11 @@ class Gate:
         scope["admin"] = bool(self.admin_keys) and _among(key, self.admin_keys)
         scope["key"] = None
         if scope["path"] not in OPEN_ROUTES and scope["method"] != "OPTIONS" and not is_page(scope["path"]):
-            refusal = (self._refusal(scope, key, scope["path"]) or self._cross_site(headers)
-                       or _no_json(scope["method"], scope["path"], headers))
+            try:
+                self._let_in(scope, key, scope["path"])
+                refusal = self._cross_site(headers) or _no_json(scope["method"], scope["path"], headers)
+            except RequestError as error:
+                refusal = error
             if refusal is not None:
                 headers_out = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {}
                 await error_response(refusal, shape, headers_out)(scope, receive, send_named)
@@ -109,38 +112,22 @@ class Gate:
         return RequestError(f"pages of {text[:200]} may not use this server; start it with --allowed-origins or --api-key",
                             code="origin_not_allowed", status=403)
 
-    def _refusal(self, scope: Scope, key: bytes, path: str) -> RequestError | None:
-        if self.keys_file is not None and not _among(key, self.keys):
-            try:
-                return self._by_file(self.keys_file, scope, key, path)
-            except RequestError as error:
-                return error
-        if self.keys and not _among(key, self.keys):
-            return RequestError("a valid key is needed: send Authorization: Bearer KEY, or x-api-key: KEY",
-                                code="invalid_api_key", status=401)
-        several = len(self.keys) > 1 or self.keys_file is not None
-        if path not in ADMIN_ROUTES or not several or _among(key, self.admin_keys):
-            return None
-        return _admin_needed(path, "send one of its --admin-api-key" if self.admin_keys else
-                             "start the server with --admin-api-key, or make a key of the class admin")
-
-    @staticmethod
-    def _by_file(file: KeyFile, scope: Scope, secret: bytes, path: str) -> RequestError | None:
-        """Lets a request in by a key of the file, as its tenant's."""
-        key = file.find(secret)
-        if key is None:
-            return RequestError("a valid key is needed: send Authorization: Bearer KEY, or x-api-key: KEY",
-                                code="invalid_api_key", status=401)
-        if path in ADMIN_ROUTES and key.kind != "admin":
-            return _admin_needed(path, "send a key of the class admin")
-        scope["key"], scope["api_key"], scope["admin"] = key, b"tenant " + key.tenant.encode(), key.kind == "admin"
-        file.count(key)
-        return None
-
-
-def _admin_needed(path: str, need: str) -> RequestError:
-    return RequestError(f"{path} concerns all who use this server, so their own keys do not open it; {need}",
-                        code="admin_key_needed", status=403)
+    def _let_in(self, scope: Scope, secret: bytes, path: str) -> None:
+        """Checks a request's key; a key of the file makes it its tenant's. RequestError 401, 403 or 429."""
+        file, known = self.keys_file, _among(secret, self.keys)
+        key = None if file is None or known else file.find(secret)
+        if key is None and not known and (self.keys or file is not None):
+            raise RequestError("a valid key is needed: send Authorization: Bearer KEY, or x-api-key: KEY",
+                               code="invalid_api_key", status=401)
+        several, admin = len(self.keys) > 1 or file is not None, scope["admin"] or (key is not None and key.kind == "admin")
+        if path in ADMIN_ROUTES and several and not admin:
+            need = "send a key of the class admin" if key is not None else "send one of its --admin-api-key" \
+                if self.admin_keys else "start the server with --admin-api-key, or make a key of the class admin"
+            raise RequestError(f"{path} concerns all who use this server, so their own keys do not open it; {need}",
+                               code="admin_key_needed", status=403)
+        if file is not None and key is not None:
+            scope["key"], scope["api_key"], scope["admin"] = key, b"tenant " + key.tenant.encode(), admin
+            file.count(key)
 
 
 def _no_json(method: str, path: str, headers: dict[bytes, bytes]) -> RequestError | None:

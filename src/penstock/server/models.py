@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from penstock.core.errors import PenstockError, RequestError
 from penstock.server.answer import json_response
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.state import State
 
@@ -37,7 +36,6 @@ class ModelRoutes:
         """`patience` is how many seconds running requests get before their model goes."""
         self.state = state
         self.patience = patience
-        self.bodies = BodyReader(state, lambda _where, text: text)
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -53,12 +51,12 @@ class ModelRoutes:
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": self.state.fleet.describe()})
 
-    async def load(self, request: Request) -> Response:
-        await self.state.fleet.load(self.state.fleet.named((await self.bodies.read(request, ModelName)).name))
+    async def load(self, request: Request, body: ModelName) -> Response:
+        await self.state.fleet.load(self.state.fleet.named(body.name))
         return json_response({"success": True})
 
-    async def unload(self, request: Request) -> Response:
-        slot = self.state.fleet.named((await self.bodies.read(request, ModelName)).name)
+    async def unload(self, request: Request, body: ModelName) -> Response:
+        slot = self.state.fleet.named(body.name)
         await self.state.fleet.unload(slot, "unloaded" if self.state.fleet.several else "sleeping", self.patience)
         return json_response({"success": True})
 
@@ -86,9 +84,8 @@ class ModelRoutes:
     async def is_sleeping(self, request: Request) -> Response:
         return json_response({"is_sleeping": self.state.fleet.current.state == "sleeping"})
 
-    async def update(self, request: Request) -> Response:
+    async def update(self, request: Request, body: NewWeights) -> Response:
         """Loads the new weights beside the old ones, switches, and lets running requests finish with the old."""
-        body = await self.bodies.read(request, NewWeights)
         try:
             await self.state.fleet.replace(self.state.fleet.named(body.model or ""), body.model_path, self.patience)
         except RequestError:

@@ -17,7 +17,7 @@ from penstock.engine.outputs import Delta
 from penstock.engine.stream import Stream
 from penstock.engine.work import INLINE
 from penstock.server.connections import DIRECT, DirectWrites
-from penstock.server.errors import CLIENT_GONE, as_request_error
+from penstock.server.errors import as_request_error
 
 encode = msgspec.json.Encoder().encode
 
@@ -113,15 +113,14 @@ def _name(request: Request, stream: Stream) -> None:
 
 
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool, wire: Wire = SSE) -> Response:
-    """The response to `request`. A streamed one starts at the request's admission; errors before have their own status."""
+    """The response to `request`. A streamed one starts at the request's admission; errors before have their own status.
+    ClientDisconnect if the client goes away before."""
     if streaming:
         watch = asyncio.create_task(_close_when_gone(request.receive, stream))
         _name(request, stream)
         try:
             await stream.admitted()
             return EventStream(stream, answer, watch, wire)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
         except BaseException:
             watch.cancel()
             stream.close()
@@ -133,11 +132,8 @@ async def respond(request: Request, stream: Stream, answer: Answer, streaming: b
         answer.add(deltas)
         size += _size(deltas)
 
-    try:
-        await gather(request, stream, add)
-        return Response(await stream.work.run(size, lambda: encode(answer.whole())), media_type="application/json")
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_GONE)
+    await gather(request, stream, add)
+    return Response(await stream.work.run(size, lambda: encode(answer.whole())), media_type="application/json")
 
 
 def _size(deltas: list[Delta]) -> int:

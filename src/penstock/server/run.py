@@ -174,7 +174,7 @@ class ServerRun:
                 slot.llm.fail_open(UnavailableError("the server is shutting down", "shutting_down"))
             await asyncio.sleep(0.1)
         figures = [slot.llm.figures for slot in self.fleet.slots]
-        LOG.info("stopped after %s: %d answers, %d tokens in, %d out", _span(time.monotonic() - self._began),
+        LOG.info("stopped after %.0f s: %d answers, %d tokens in, %d out", time.monotonic() - self._began,
                  sum(sum(one.finished.values()) for one in figures), sum(one.prompt_tokens for one in figures),
                  sum(one.generation_tokens for one in figures))
         return 1 if sick else 0
@@ -214,14 +214,6 @@ def load(config: uvicorn.Config) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"cannot serve HTTPS with --ssl-certfile {config.ssl_certfile}, --ssl-keyfile {config.ssl_keyfile}, "
                           f"--ssl-ca-certs {config.ssl_ca_certs}: {reason}") from None
-
-
-def _span(seconds: float) -> str:
-    """A duration for people: 42 s, 5 min, 3 h 12 min."""
-    minutes = round(seconds / 60)
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def serve(models: Sequence[Wanted], options: ServerOptions, *, engine: str = ENGINE,

@@ -29,7 +29,9 @@ def openapi(routes: Sequence[Route], open_routes: Container[str], shapes: ErrorS
     for route in routes:
         described = paths.setdefault(_path(route), {})[route.method.lower()] = _describe(route, schema_of)
         error = _error(shapes.of(route.path))
-        described["responses"] |= _failures({"$ref": _REF + "Error"} if error == components["Error"] else error)
+        shown = {"application/json": {"schema": {"$ref": _REF + "Error"} if error == components["Error"] else error}}
+        described["responses"] |= {"4XX": {"description": "The request was refused", "content": shown},
+                                   "5XX": {"description": "The request failed, or the server takes none now", "content": shown}}
         if route.path not in open_routes:
             described["security"], secured = [{"key": []}], True
     schemes = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if secured else {}
@@ -100,8 +102,3 @@ def _error(shape: ErrorShape) -> dict[str, Any]:
 
     return schema(shape(RequestError("an example")))
 
-
-def _failures(schema: dict[str, Any]) -> dict[str, Any]:
-    error = {"application/json": {"schema": schema}}
-    return {"4XX": {"description": "The request was refused", "content": error},
-            "5XX": {"description": "The request failed, or the server takes none now", "content": error}}

@@ -16,7 +16,6 @@ from penstock.server.answer import json_response, utc
 from penstock.server.batches.files import content_of, delete_file, write_file
 from penstock.server.batches.lines import MAX_LINES, parse
 from penstock.server.batches.run import ENDED, Batch, Runner, new_batch
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.state import State
 from penstock.server.store import Database
@@ -46,9 +45,8 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class MessageBatches:
     """The endpoints."""
 
-    def __init__(self, state: State, bodies: BodyReader, runner: Runner) -> None:
+    def __init__(self, state: State, runner: Runner) -> None:
         self.state = state
-        self.bodies = bodies
         self.runner = runner
 
     def routes(self) -> Sequence[Route]:
@@ -62,9 +60,9 @@ class MessageBatches:
             Route("GET", one + "/results", self.results, "The results of a message batch, a JSON object a line"),
         )
 
-    async def create(self, http: Request) -> Response:
+    async def create(self, http: Request, body: BatchRequest) -> Response:
         """Begins a batch."""
-        body, made = await self.bodies.read(http, BatchRequest), Ref("batch", _STEM + uuid.uuid4().hex, whose(http))
+        made = Ref("batch", _STEM + uuid.uuid4().hex, whose(http))
         content = b"\n".join(msgspec.json.encode({"custom_id": one.custom_id, "method": "POST", "url": ENDPOINT,
                                                   "body": one.params}) for one in body.requests)
         _, errors = await asyncio.to_thread(parse, content, ENDPOINT)

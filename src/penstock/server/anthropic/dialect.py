@@ -44,7 +44,7 @@ class Anthropic:
     def __init__(self, state: State, runner: Runner) -> None:
         self.state = state
         self.bodies = BodyReader(state, refusing(a.WHY_REFUSED))
-        self.batches = MessageBatches(state, self.bodies, runner)
+        self.batches = MessageBatches(state, runner)
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -59,9 +59,8 @@ class Anthropic:
         kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
-    async def post(self, http: Request) -> Response:
+    async def post(self, http: Request, body: a.MessagesRequest) -> Response:
         """Answers one conversation."""
-        body = await self.bodies.read(http, a.MessagesRequest)
         self.state.admit(body.model)
         chat = self._chat(http, body)
         thinking = body.thinking
@@ -84,12 +83,10 @@ class Anthropic:
         note_ignored(http, ["thinking.budget_tokens"])
         return await prepared(self.state, http, chat)
 
-    async def count(self, http: Request) -> Response:
+    async def count(self, http: Request, body: a.CountRequest) -> Response:
         """The number of tokens that the prompt of a conversation has."""
-        body, state = await self.bodies.read(http, a.CountRequest), self.state
-        state.admit(body.model)
-        chat = self._chat(http, body)
-        return json_response(a.Counted(await count_tokens(state, http, chat)))
+        self.state.admit(body.model)
+        return json_response(a.Counted(await count_tokens(self.state, http, self._chat(http, body))))
 
     def _chat(self, http: Request, body: a.PromptFields) -> ChatRequest:
         for name in ("metadata", "service_tier"):

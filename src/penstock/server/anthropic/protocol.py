@@ -31,11 +31,8 @@ class ImageBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="image"):
     cache_control: CacheControl | None = None
 
 
-class DocumentBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="document"):
+class DocumentBlock(ImageBlock, kw_only=True, tag_field="type", tag="document"):
     """Refused, as images are."""
-
-    source: Any = None
-    cache_control: CacheControl | None = None
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):

@@ -56,9 +56,9 @@ class Batches(OpenAIForm):
             Route("POST", one + "/cancel", self.cancel, "End a batch"),
         )
 
-    async def create(self, http: Request) -> Response:
+    async def create(self, http: Request, body: BatchRequest) -> Response:
         """Begins a batch. Its lines are checked before any is asked."""
-        body, owner = await self.bodies.read(http, BatchRequest), whose(http)
+        owner = whose(http)
         if body.endpoint not in ENDPOINTS:
             raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint")
         batch = new_batch(_STEM + uuid.uuid4().hex, body.endpoint, body.input_file_id,

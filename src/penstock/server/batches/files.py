@@ -15,8 +15,8 @@ from penstock.core.errors import RequestError
 from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.errors import explain
+from penstock.server.openai.form import OpenAIForm
 from penstock.server.responses.protocol import Deleted
-from penstock.server.state import State
 from penstock.server.store import Database
 from penstock.server.stored import Ref, asked, listed, number, ref, whose
 
@@ -103,10 +103,7 @@ def _possible(where: str, text: str) -> str:
     return f"{text}; possible are {', '.join(get_args(Purpose))}" if where == "purpose" else text
 
 
-class Files:
-    def __init__(self, state: State) -> None:
-        self.state = state
-
+class Files(OpenAIForm):
     def routes(self) -> Sequence[Route]:
         one = "/v1/files/{file}"
         return (
@@ -120,13 +117,7 @@ class Files:
 
     async def upload(self, http: Request) -> Response:
         """Stores a file of at most --max-body-bytes, while all files have at most --store-bytes."""
-        owner = whose(http)
-        with self.state.limits.receiving() as count:
-            chunks: list[bytes] = []
-            async for chunk in http.stream():
-                count(len(chunk))
-                chunks.append(chunk)
-        fields = form(http.headers.get("content-type", ""), b"".join(chunks))
+        owner, fields = whose(http), form(http.headers.get("content-type", ""), await self.bodies.raw(http))
         values: dict[str, Any] = {name[:100]: value[:100].decode("utf-8", "replace") for name, (_, value) in fields.items()}
         if (age := values.get("expires_after[seconds]")) is not None:
             values["expires_after[seconds]"] = number(age) or age

@@ -250,12 +250,8 @@ class Runner:
 def _together(database: Database, work: Callable[[Database], None]) -> None:
     """All writes of `work`, or none."""
     database.sql("begin immediate")
-    try:
+    with database.connection:
         work(database)
-    except BaseException:
-        database.sql("rollback")
-        raise
-    database.sql("commit")
 
 
 def _errors(data: list[dict[str, Any]]) -> dict[str, Any]:

@@ -65,9 +65,8 @@ class Ollama:
 
     # -- answers
 
-    async def chat(self, http: Request) -> Response:
+    async def chat(self, http: Request, body: o.ChatRequest) -> Response:
         """Answers a conversation."""
-        body = await self.bodies.read(http, o.ChatRequest)
         model = self._admit(body)
         if not body.messages:
             return json_response({"model": body.model, "created_at": utc(), "message": {"role": "assistant", "content": ""},
@@ -76,9 +75,8 @@ class Ollama:
         tools = {"tools": msgspec.to_builtins(body.tools)} if body.tools else {}
         return await self._answer(http, body, {**self._fields(body, model), "messages": messages, **tools}, True)
 
-    async def generate(self, http: Request) -> Response:
+    async def generate(self, http: Request, body: o.GenerateRequest) -> Response:
         """Answers a prompt, through the chat template unless it is raw."""
-        body = await self.bodies.read(http, o.GenerateRequest)
         model = self._admit(body)
         if not body.prompt:
             return json_response({"model": body.model, "created_at": utc(), "response": "", "done": True,
@@ -130,24 +128,22 @@ class Ollama:
 
     # -- vectors
 
-    async def embed(self, http: Request) -> Response:
+    async def embed(self, http: Request, body: o.EmbedRequest) -> Response:
         """An embedding for each text."""
-        body = await self.bodies.read(http, o.EmbedRequest)
         texts = [body.input] if isinstance(body.input, str) else body.input
         run, vectors = await self._vectors(http, body, texts, body.truncate, body.dimensions)
         return json_response({"model": body.model, "embeddings": vectors, "total_duration": 0, "load_duration": 0,
                               "prompt_eval_count": run.usage.prompt_tokens})
 
-    async def embeddings(self, http: Request) -> Response:
+    async def embeddings(self, http: Request, body: o.EmbeddingsRequest) -> Response:
         """The embedding of one text."""
-        body = await self.bodies.read(http, o.EmbeddingsRequest)
         _, [vector] = await self._vectors(http, body, [body.prompt], True, None)
         return json_response({"embedding": vector})
 
     async def _vectors(self, http: Request, body: o.ModelFields, texts: list[str], truncate: bool,
                        dimensions: int | None) -> tuple[PooledTexts, list[list[float]]]:
-        inputs = self.state.llm.inputs if self._admit(body) else None
-        assert inputs is not None
+        self._admit(body)
+        inputs = self.state.llm.inputs
         cut = truncate and sum(map(len, texts)) > inputs.info.max_model_len
         fields = PoolingFields(truncate_prompt_tokens=-1 if cut else None)
         run = await pool_texts(self.state, http, body.model, fields, [Text(text) for text in texts], embedding_pool(inputs))
@@ -181,8 +177,7 @@ class Ollama:
                 found += [{**self._described(name, slot), **held} for name in [*slot.names, *slot.llm.adapters]]
         return json_response({"models": found})
 
-    async def show(self, http: Request) -> Response:
-        body = await self.bodies.read(http, o.ShowRequest)
+    async def show(self, http: Request, body: o.ShowRequest) -> Response:
         name = body.model or body.name
         if not name:
             raise RequestError("model is missing", param="model", code="missing_required_parameter")

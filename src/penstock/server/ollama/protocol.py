@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.server.openai.protocol import MAX_ENTRIES, MAX_MESSAGES, Count, Name, Tool, Top, Word
+from penstock.server.openai.protocol import MAX_ENTRIES, MAX_MESSAGES, Count, Name, Tool, ToolCall, Top, Word
 
 WHY_REFUSED = {
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
@@ -41,19 +41,6 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     """Of no meaning without mirostat."""
-
-
-class CalledFunction(msgspec.Struct, kw_only=True):
-    name: str
-    arguments: dict[str, Any] = {}
-    index: int | None = None
-    description: str | None = None
-
-
-class ToolCall(msgspec.Struct, kw_only=True):
-    function: CalledFunction
-    id: str | None = None
-    type: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):

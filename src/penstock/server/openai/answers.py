@@ -55,11 +55,6 @@ def fingerprint(info: EngineInfo | None) -> str | None:
     return "fp_" + blake2b(repr(facts).encode(), digest_size=5).hexdigest()
 
 
-def tier(body: GenerationFields, request: Request) -> str | None:
-    """`service_tier` of the answer: the class that served it if the request has the field, else null."""
-    return None if body.service_tier is None else shown(request.tier)
-
-
 class Growth:
     """One choice, as accumulated so far."""
 
@@ -86,7 +81,8 @@ class ChoicesAnswer(ABC):
         self.model = model
         self.created = int(time.time())
         self.system_fingerprint = fingerprint(info)
-        self.service_tier = tier(body, requests[0])
+        self.service_tier = None if body.service_tier is None else shown(requests[0].tier)
+        """The class that served it, if the request has the field."""
         self.requests = requests
         self.namer = namer
         self.n = requests[0].params.n

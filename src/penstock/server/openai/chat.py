@@ -218,8 +218,10 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
                            "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
                            param="max_thinking_tokens", code="unsupported_parameter")
     if must or held:
+        # A tool that is named is called once.
+        named = isinstance(body.tool_choice, ToolChoice) and body.tool_choice.allowed_tools is None
         grammar = await state.llm.work.run(len(prompt.text), lambda: inputs.calling(
-            tools, must=must, parallel=body.parallel_tool_calls is not False and not _named(body)))
+            tools, must=must, parallel=body.parallel_tool_calls is not False and not named))
         params = params.replace(grammar=grammar)
     try:
         # A template writes its own special tokens.
@@ -230,11 +232,6 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
         raise in_terms(error, {"prompt": "messages", "logprobs": "top_logprobs", "grammar": "tools",
                                "max_tokens": longest}) from None
     return Prepared(model, request, prompt.text, tools)
-
-
-def _named(body: ChatRequest) -> bool:
-    """True if tool_choice names one tool, which is then called once."""
-    return isinstance(body.tool_choice, ToolChoice) and body.tool_choice.allowed_tools is None
 
 
 def check(body: ChatRequest) -> None:

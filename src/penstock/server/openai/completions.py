@@ -60,7 +60,6 @@ class CompletionAnswer(ChoicesAnswer):
         super().__init__(name, model, requests, body, namer, info)
         self.echoes = echoes
         """The echoed prompts; empty without `echo`."""
-        self.echo = bool(echoes)
         self.score_only = body.max_tokens == 0
         """max_tokens is 0: only the prompt is scored. The engine still generates one token, which is not shown."""
         self.want_logprobs = body.logprobs is not None
@@ -74,7 +73,7 @@ class CompletionAnswer(ChoicesAnswer):
         growth = self.growths[index]
         opening = not growth.started
         self.count(delta)
-        if not (delta.text or delta.finish_reason or self.want_logprobs or self.want_ids or (opening and self.echo)
+        if not (delta.text or delta.finish_reason or self.want_logprobs or self.want_ids or (opening and self.echoes)
                 or self._tokenizer is None):
             return b""
         growth.started = True
@@ -103,7 +102,7 @@ class CompletionAnswer(ChoicesAnswer):
             choice.token_ids = ids
             if opening:
                 choice.prompt_token_ids = request.prompt_ids
-        prompt = self.echoes[index // self.n] if opening and self.echo else None
+        prompt = self.echoes[index // self.n] if opening and self.echoes else None
         if prompt is not None:
             choice.text = prompt.text + text
         if self.want_logprobs:
@@ -124,7 +123,7 @@ class CompletionAnswer(ChoicesAnswer):
             place, tokenizer = index // self.n, self._tokenizer
             request = self.requests[place]
             detokenizer = tokenizer.detokenizer(request.params.skip_special_tokens, request.prompt_ids) if tokenizer else None
-            self._offsets[index] = Offsets(detokenizer, len(self.echoes[place].text) if self.echo else 0)
+            self._offsets[index] = Offsets(detokenizer, len(self.echoes[place].text) if self.echoes else 0)
         return self._offsets[index]
 
     def last_events(self) -> bytes:

@@ -1,6 +1,7 @@
 """OpenAI's API as a dialect: its routes (with vLLM's /tokenize and /detokenize), bodies, and the shape of its errors."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,17 +20,17 @@ from penstock.server.state import State
 class OpenAI(OpenAIForm):
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        self._models, self._tokens = Models(state), Tokens(state, self.bodies)
+        self._models, self._tokens = Models(state), Tokens(state)
 
     def routes(self) -> Sequence[Route]:
         tokens = self._tokens
         return (
-            Route("POST", "/v1/chat/completions", self.chat, "Answer a conversation", p.ChatRequest, True,
-                  (p.Message,), ChatCompletion, Chunk),
+            Route("POST", "/v1/chat/completions", partial(chat.answer, self.state), "Answer a conversation", p.ChatRequest,
+                  True, (p.Message,), ChatCompletion, Chunk),
             Route("POST", "/v1/chat/completions/batch", self.chat_batch, "Answer several conversations", p.ChatBatchRequest,
                   True, (p.Message,), ChatCompletion, Chunk),
-            Route("POST", "/v1/completions", self.completions, "Continue prompts", p.CompletionRequest, True,
-                  answer=Completion, event=Completion),
+            Route("POST", "/v1/completions", partial(completions.answer, self.state), "Continue prompts",
+                  p.CompletionRequest, True, answer=Completion, event=Completion),
             *(Route("POST", f"{prefix}/tokenize", tokens.tokenize, "Turn a text or a conversation into tokens",
                     p.TokenizeRequest, answer=Tokenized) for prefix in ("", "/v1")),
             *(Route("POST", f"{prefix}/detokenize", tokens.detokenize, "Turn tokens into text", p.DetokenizeRequest,
@@ -39,11 +40,5 @@ class OpenAI(OpenAIForm):
             Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name", answer=Model),
         )
 
-    async def chat(self, http: Request) -> Response:
-        return await chat.answer(self.state, http, await self.bodies.read(http, p.ChatRequest))
-
-    async def chat_batch(self, http: Request) -> Response:
-        return await chat.answer(self.state, http, *(await self.bodies.read(http, p.ChatBatchRequest)).conversations())
-
-    async def completions(self, http: Request) -> Response:
-        return await completions.answer(self.state, http, await self.bodies.read(http, p.CompletionRequest))
+    async def chat_batch(self, http: Request, body: p.ChatBatchRequest) -> Response:
+        return await chat.answer(self.state, http, *body.conversations())

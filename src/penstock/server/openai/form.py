@@ -17,10 +17,9 @@ from penstock.server.state import State
 
 Body = TypeVar("Body")
 
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-         405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
          429: "rate_limit_error", 503: "service_unavailable_error"}
-"""OpenAI's error types by HTTP status."""
+"""OpenAI's error types by HTTP status; of others below 500 invalid_request_error, from there server_error."""
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

@@ -43,9 +43,7 @@ class Models:
                               "last_id": names[-1], "has_more": False})
 
     async def one(self, http: Request) -> Response:
-        name = http.path_params["model"]
-        self.state.fleet.named(name)
-        return json_response(self._describe(name))
+        return json_response(self._describe(http.path_params["model"]))
 
     def _describe(self, name: str) -> Model:
         slot = self.state.fleet.named(name)
@@ -54,5 +52,4 @@ class Models:
         parent = slot.names[0] if slot.adapts(name) else None
         return {"id": name, "object": "model", "created": self.state.created, "owned_by": "penstock",
                 "root": root, "parent": parent, "max_model_len": info.max_model_len if info else None,
-                "type": "model", "display_name": name,
-                "created_at": utc(self.state.created)}
+                "type": "model", "display_name": name, "created_at": utc(self.state.created)}

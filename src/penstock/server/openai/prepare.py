@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.retention import Marked
-from penstock.server.openai.protocol import GenerationFields
+from penstock.server.openai.protocol import GenerationFields, ServiceFields
 from penstock.server.openai.sampling import check_something_is_left, retained
 from penstock.server.openai.structured import check_structure
 from penstock.server.promise import promised
@@ -48,15 +48,8 @@ async def prepare(state: State, http: HttpRequest, prompts: Sequence[str | list[
     return await admitted(state, http, body, body.service_tier, len(prompts), params, make, size)
 
 
-class Asked(Protocol):
-    """The fields of a body that say how its requests are served."""
-
-    priority: int | None
-    cache_salt: str | None
-
-
-async def admitted(state: State, http: HttpRequest, body: Asked, service_tier: str | None, count: int, params: SamplingParams,
-                   make: Callable[[dict[str, Any]], list[Request]], size: int) -> list[Request]:
+async def admitted(state: State, http: HttpRequest, body: ServiceFields, service_tier: str | None, count: int,
+                   params: SamplingParams, make: Callable[[dict[str, Any]], list[Request]], size: int) -> list[Request]:
     """The requests that `make` makes beside the event loop, under the limits of the server and the client, with its promise.
     `make` gets the arguments that say whose they are; `size` is its cost in characters to tokenize."""
     llm, key = state.llm, http.scope["key"]

@@ -338,12 +338,10 @@ class AllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"] = "auto"
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
+class ToolChoice(NamedTool, kw_only=True):
     """A tool that must be called, or those that may or must."""
 
-    type: Literal["function", "custom", "allowed_tools"]
-    function: NamedFunction | None = None
-    custom: NamedFunction | None = None
+    type: Literal["function", "custom", "allowed_tools"]  # type: ignore[assignment]
     allowed_tools: AllowedTools | None = None
 
     def __post_init__(self) -> None:
@@ -352,10 +350,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
     def names(self) -> list[str]:
         """The tools that may be called."""
-        if self.allowed_tools is not None:
-            return [tool.name() for tool in self.allowed_tools.tools]
-        named = self.function or self.custom
-        return [named.name] if named is not None else []
+        return [tool.name() for tool in ([self] if self.allowed_tools is None else self.allowed_tools.tools)]
 
     def must(self) -> bool:
         """True if one of them must be called."""

@@ -1,7 +1,6 @@
 """Reads the constraint of an answer from a body, in OpenAI's fields and in vLLM's, as StructuredOutputsParams."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 
@@ -40,19 +39,12 @@ def check_structure(body: StructureFields) -> None:
     """RequestError, by the name of the body's own field, if the answer cannot look like that. Takes milliseconds."""
     asked = structure_of(body)
     if asked is not None:
-        with _named(asked[1]):
+        try:
             define(asked[0])
-
-
-@contextmanager
-def _named(field: str) -> Iterator[None]:
-    try:
-        yield
-    except RequestError as error:
-        param = error.param or ""
-        if field != "structured_outputs":
-            # The message begins with the offline API's name of the field.
-            error.message = error.message.removeprefix(f"{param}: ")
-            error.param = field
-            error.args = (error.message,)
-        raise
+        except RequestError as error:
+            if asked[1] != "structured_outputs":
+                # The message begins with the offline API's name of the field.
+                error.message = error.message.removeprefix(f"{error.param or ''}: ")
+                error.param = asked[1]
+                error.args = (error.message,)
+            raise

@@ -8,7 +8,6 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.engine.work import checkpoint
 from penstock.server.answer import json_response
-from penstock.server.body import BodyReader
 from penstock.server.openai.messages import render
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from penstock.server.state import State
@@ -28,14 +27,12 @@ class Detokenized(TypedDict):
 
 
 class Tokens:
-    def __init__(self, state: State, bodies: BodyReader) -> None:
+    def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = bodies
 
-    async def tokenize(self, http: Request) -> Response:
+    async def tokenize(self, http: Request, body: TokenizeRequest) -> Response:
         """{prompt} or {messages} -> {count, max_model_len, tokens, token_strs}."""
         state = self.state
-        body = await self.bodies.read(http, TokenizeRequest)
         state.admit(body.model)
         tokenizer = self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
@@ -57,10 +54,9 @@ class Tokens:
 
         return await state.llm.work.run(len(text), work)
 
-    async def detokenize(self, http: Request) -> Response:
+    async def detokenize(self, http: Request, body: DetokenizeRequest) -> Response:
         """{tokens} -> {prompt}."""
         state = self.state
-        body = await self.bodies.read(http, DetokenizeRequest)
         state.admit(body.model)
         tokenizer = self._tokenizer()
 

@@ -52,10 +52,7 @@ class Pooling(OpenAIForm):
     def routes(self) -> Sequence[Route]:
         def both(path: str, answered: Answerer, about: str, body: type[Any], answer: Any,
                  prefixes: Sequence[str] = ("", "/v1")) -> list[Route]:
-            async def handler(http: Request) -> Response:
-                return await answered(http, await self.bodies.read(http, body))
-
-            return [Route("POST", prefix + path, handler, about, body, answer=answer) for prefix in prefixes]
+            return [Route("POST", prefix + path, answered, about, body, answer=answer) for prefix in prefixes]
 
         return (
             Route("POST", "/invocations", self.invocations, "What the body asks for, by its fields, for SageMaker",
@@ -98,15 +95,16 @@ class Pooling(OpenAIForm):
 
     async def embeddings(self, http: Request, body: p.EmbeddingRequest) -> Response:
         """Embeddings as numbers, base64 or bytes."""
-        model, scale = self.state.admit_bare(body.model), _scaling(body, self._inputs.pooler.normalize)
-        texts = await self._texts(http, body)
-        run = await pool_texts(self.state, http, model, body, texts, embedding_pool(self._inputs))
-        return await self._written(run, "embd", p.Embedding, scale, body)
+        return await self._vectors(http, body, "embed", "embd", p.Embedding)
 
     async def pooling(self, http: Request, body: p.PoolingRequest) -> Response:
         """Hidden states or a classifier's probabilities: of each text, or of its tokens."""
+        return await self._vectors(http, body, body.task, "pool", p.Pooled)
+
+    async def _vectors(self, http: Request, body: p.EmbeddingRequest, task: str | None, prefix: str,
+                       kind: Callable[[int, Any], Any]) -> Response:
         model, scale = self.state.admit_bare(body.model), _scaling(body, self._inputs.pooler.normalize)
-        task = body.task or ("classify" if self._inputs.info.task == "classify" else "embed")
+        task = task or ("classify" if self._inputs.info.task == "classify" else "embed")
         if task in ("classify", "score", "token_classify"):
             pool = class_pool(self._inputs, task == "token_classify")
             scale = probabilities if body.use_activation is not False else lambda logits: logits
@@ -116,7 +114,7 @@ class Pooling(OpenAIForm):
             # vLLM scales the vectors of tokens too, unless told otherwise.
             pool, scale = Pool("all"), _scaling(body, True)
         run = await pool_texts(self.state, http, model, body, await self._texts(http, body), pool)
-        return await self._written(run, "pool", p.Pooled, scale, body)
+        return await self._written(run, prefix, kind, scale, body)
 
     async def classify(self, http: Request, body: p.ClassifyRequest) -> Response:
         """The most probable label of each text, and all probabilities."""

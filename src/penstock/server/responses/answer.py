@@ -57,13 +57,23 @@ class ResponseAnswer(BlocksAnswer):
         self._logprobs: dict[int, list[Any]] = {}
         self._sequence = self._reasoned = 0
 
-    # -- the protocol of `respond`
+    # -- the protocol of `respond`, and the events before the first delta
+
+    def opening(self) -> bytes:
+        """The first events."""
+        names = ("response.created", *(("response.queued",) if self.response["status"] == "queued" else ()))
+        return self._written({"type": name, "response": self.response} for name in names)
+
+    def started(self) -> bytes:
+        """The engine has taken the request in."""
+        self.response["status"] = "in_progress"
+        return self._written([{"type": "response.in_progress", "response": self.response}])
 
     def events(self, deltas: list[Delta]) -> bytes:
-        return b"".join(self.steps(deltas))
+        return self._written(one for delta in deltas for one in self._steps(delta))
 
     def last_events(self) -> bytes:
-        return b"".join(self.ending())
+        return self._written(self._finish())
 
     def add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -77,38 +87,19 @@ class ResponseAnswer(BlocksAnswer):
 
     def failed(self, body: Any) -> bytes:
         """The last event of a response that an error has ended; `body` is the error's."""
-        return b"".join(self.failing(body["error"]["message"]))
+        self.response["error"] = {"code": "server_error", "message": body["error"]["message"]}
+        return self._written(self._ended("failed"))
 
-    # -- events, each encoded
+    # -- events
 
-    def opening(self) -> list[bytes]:
-        """The first events."""
-        names = ("response.created", *(("response.queued",) if self.response["status"] == "queued" else ()))
-        return list(self._written([{"type": name, "response": self.response} for name in names]))
-
-    def started(self) -> list[bytes]:
-        """The engine has taken the request in."""
-        self.response["status"] = "in_progress"
-        return list(self._written([{"type": "response.in_progress", "response": self.response}]))
-
-    def steps(self, deltas: list[Delta]) -> list[bytes]:
-        """The events that these deltas make certain."""
-        return list(self._written(one for delta in deltas for one in self._steps(delta)))
-
-    def ending(self) -> list[bytes]:
-        """The last events."""
-        return list(self._written(self._finish()))
-
-    def failing(self, message: str) -> list[bytes]:
-        """The last event of a response that an error has ended."""
-        self.response["error"] = {"code": "server_error", "message": message}
-        return list(self._written(self._ended("failed")))
-
-    def _written(self, events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
-        for found in events:
-            numbered = {"type": found["type"], "sequence_number": self._sequence, **found}
-            self._sequence += 1
-            yield b"event: %b\ndata: %b\n\n" % (found["type"].encode(), msgspec.json.encode(numbered))
+    def _written(self, events: Iterable[dict[str, Any]]) -> bytes:
+        # Each is encoded before the next one changes the response.
+        parts: list[bytes] = []
+        for place, found in enumerate(events, self._sequence):
+            self._sequence = place + 1
+            numbered = {"type": found["type"], "sequence_number": place, **found}
+            parts.append(b"event: %b\ndata: %b\n\n" % (found["type"].encode(), msgspec.json.encode(numbered)))
+        return b"".join(parts)
 
     def _steps(self, delta: Delta) -> Iterator[dict[str, Any]]:
         changes = self.take(delta)

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from penstock.core.errors import RequestError
 from penstock.server.answer import json_response
-from penstock.server.body import BodyReader
 from penstock.server.dialect import Route
 from penstock.server.responses import protocol as r
 from penstock.server.responses.convert import messages_of
@@ -55,9 +54,8 @@ def extend(database: Database, conversation: Ref, items: Sequence[r.Item]) -> li
 
 
 class Conversations:
-    def __init__(self, state: State, bodies: BodyReader) -> None:
+    def __init__(self, state: State) -> None:
         self.state = state
-        self.bodies = bodies
 
     def routes(self) -> Sequence[Route]:
         one = "/v1/conversations/{conversation}"
@@ -72,8 +70,7 @@ class Conversations:
             Route("DELETE", one + "/items/{item}", self.remove, "Delete one of its items"),
         )
 
-    async def create(self, http: Request) -> Response:
-        body = await self.bodies.read(http, r.ConversationRequest)
+    async def create(self, http: Request, body: r.ConversationRequest) -> Response:
         messages_of(body.items or [])
         value = {"id": f"conv_{uuid.uuid4().hex}", "created_at": int(time.time()), "metadata": body.metadata or {},
                  "items": numbered(body.items or [])}
@@ -84,8 +81,8 @@ class Conversations:
     async def get(self, http: Request) -> Response:
         return json_response(_shown(await self._read(http)))
 
-    async def change(self, http: Request) -> Response:
-        body, conversation = await self.bodies.read(http, r.ConversationRequest), ref(http, "conversation")
+    async def change(self, http: Request, body: r.ConversationRequest) -> Response:
+        conversation = ref(http, "conversation")
         if body.items is not None:
             raise RequestError("items cannot be changed so; add to /items, or delete there", param="items",
                                code="unsupported_parameter")
@@ -105,8 +102,8 @@ class Conversations:
     async def items(self, http: Request) -> Response:
         return listed_items((await self._read(http))["items"], http)
 
-    async def add(self, http: Request) -> Response:
-        body, conversation = await self.bodies.read(http, r.ItemsRequest), ref(http, "conversation")
+    async def add(self, http: Request, body: r.ItemsRequest) -> Response:
+        conversation = ref(http, "conversation")
         messages_of(body.items)
         return listed(await self.state.store.run(lambda database: extend(database, conversation, body.items)), False)
 

@@ -16,7 +16,7 @@ from penstock.server.blocks import Blocks
 from penstock.server.dialect import Route
 from penstock.server.errors import as_request_error
 from penstock.server.openai.chat import Prepared, prepared
-from penstock.server.openai.form import OpenAIForm, explain, in_terms, refusing
+from penstock.server.openai.form import OpenAIForm, error_body, explain, in_terms, refusing
 from penstock.server.openai.logprobs import namer
 from penstock.server.openai.messages import count_tokens
 from penstock.server.openai.protocol import ChatRequest
@@ -46,11 +46,12 @@ class Running:
     def __init__(self, answer: ResponseAnswer, stream: Stream, owner: str) -> None:
         self.answer = answer
         self.owner = owner
-        self.events = answer.opening()
+        self.events: list[bytes] = []
         self.done = False
         self.task: asyncio.Task[None] | None = None
         self._stream = stream
         self._changed = asyncio.Event()
+        self._add(answer.opening())
 
     async def run(self) -> None:
         """To the end of its stream."""
@@ -58,12 +59,12 @@ class Running:
             await self._stream.admitted()
             self._add(self.answer.started())
             async for deltas in self._stream:
-                self._add(self.answer.steps(deltas))
-            self._add(self.answer.ending() if not self.done else [])
+                self._add(self.answer.events(deltas))
+            self._add(self.answer.last_events() if not self.done else b"")
         except (RequestError, EngineDeadError) as error:
-            self._add(self.answer.failing(as_request_error(error).message) if not self.done else [])
+            self._add(self.answer.failed(error_body(as_request_error(error))) if not self.done else b"")
         self.done = True
-        self._add([])
+        self._add(b"")
 
     def cancel(self) -> None:
         """Ends it, with what there is."""
@@ -84,8 +85,8 @@ class Running:
                 return
             await changed.wait()
 
-    def _add(self, events: list[bytes]) -> None:
-        self.events += events
+    def _add(self, events: bytes) -> None:
+        self.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -93,7 +94,7 @@ class Running:
 class Responses(OpenAIForm):
     def __init__(self, state: State) -> None:
         super().__init__(state, refusing(r.WHY_REFUSED, _explain_field))
-        self.conversations = Conversations(state, self.bodies)
+        self.conversations = Conversations(state)
         self.running: dict[str, Running] = {}
 
     def routes(self) -> Sequence[Route]:
@@ -112,9 +113,9 @@ class Responses(OpenAIForm):
 
     # -- making
 
-    async def post(self, http: Request) -> Response:
+    async def post(self, http: Request, body: r.ResponseRequest) -> Response:
         """Makes one response."""
-        body, state = await self.bodies.read(http, r.ResponseRequest), self.state
+        state = self.state
         state.admit(body.model)
         if body.background and body.store is False:
             raise RequestError("background is only possible with store, since its response is fetched later",
@@ -134,7 +135,7 @@ class Responses(OpenAIForm):
         stream = state.llm.open([ready.request])
         if body.background:
             return await self._in_background(response, answer, stream, owner, body, new)
-        wire = Wire(opening=lambda: b"".join([*answer.opening(), *answer.started()]), done=b"", failed=answer.failed)
+        wire = Wire(opening=lambda: answer.opening() + answer.started(), done=b"", failed=answer.failed)
         return await respond(http, stream, answer, bool(body.stream), wire)
 
     async def _history(self, body: r.ResponseRequest, owner: str) -> list[r.Item]:
@@ -201,13 +202,12 @@ class Responses(OpenAIForm):
             return StreamingResponse(running.follow(-1), headers=SSE_HEADERS, media_type="text/event-stream")
         return json_response(response)
 
-    async def input_tokens(self, http: Request) -> Response:
+    async def input_tokens(self, http: Request, body: r.ResponseRequest) -> Response:
         """The number of tokens that a response's prompt would have."""
-        body, state = await self.bodies.read(http, r.ResponseRequest), self.state
-        state.admit(body.model)
+        self.state.admit(body.model)
         history = await self._history(body, whose(http))
         chat = chat_request(body, [*history, *_resolved(items_of(body.input), history)])
-        return json_response(r.InputTokens(await count_tokens(state, http, chat, "input")))
+        return json_response(r.InputTokens(await count_tokens(self.state, http, chat, "input")))
 
     # -- what was made
 

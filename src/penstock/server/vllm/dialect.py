@@ -17,29 +17,23 @@ from penstock.server.openai.answers import ChoicesAnswer, Usage
 from penstock.server.openai.form import OpenAIForm
 from penstock.server.openai.logprobs import chat_content, namer, prompt_entries
 from penstock.server.openai.prepare import prepare
-from penstock.server.openai.protocol import MAX_ENTRIES, MAX_IDS, CompletionRequest, Name, StreamOptions, TokenId
+from penstock.server.openai.protocol import MAX_ENTRIES, MAX_IDS, CompletionRequest, Name, ServiceFields, StreamOptions, TokenId
 from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.respond import event, respond
-
-REFUSED = {"/collective_rpc": "this server runs no methods that requests name"}
-"""Routes that vLLM has and this server refuses, and why."""
 
 UNREAD = ("detokenize", "output_kind", "skip_reading_prefix_cache", "spaces_between_special_tokens")
 """Fields of vLLM's SamplingParams that change nothing in an answer of tokens."""
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerateRequest(ServiceFields, kw_only=True, forbid_unknown_fields=True):
     """POST /inference/v1/generate."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)]
     sampling_params: dict[str, Any] = {}
     """As vLLM's SamplingParams; the completions route has the same fields."""
-    model: Name | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     features: None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
@@ -97,12 +91,12 @@ class VLLM(OpenAIForm):
             Route("POST", "/inference/v1/generate", self.generate, "Continue token ids by token ids", GenerateRequest, True,
                   answer=Generated, event=Generated),
             Route("POST", "/abort_requests", self.abort, "End requests by their ids", AbortRequest),
-            *(Route("POST", path, self.refused, f"Refused: {why}") for path, why in REFUSED.items()),
+            Route("POST", "/collective_rpc", self.refused, "Refused: this server runs no methods that requests name"),
         )
 
-    async def generate(self, http: Request) -> Response:
+    async def generate(self, http: Request, body: GenerateRequest) -> Response:
         """Continues a prompt of token ids."""
-        body, state = await self.bodies.read(http, GenerateRequest), self.state
+        state = self.state
         state.admit(body.model)
         if body.sampling_params.get("stop") and body.sampling_params.get("detokenize") is False:
             raise RequestError("stop strings are only possible where detokenize is true", param="sampling_params")
@@ -124,14 +118,12 @@ class VLLM(OpenAIForm):
             http.scope["request_id"] = body.request_id
         return await respond(http, state.llm.open(requests), answer, bool(body.stream))
 
-    async def abort(self, http: Request) -> Response:
+    async def abort(self, http: Request, body: AbortRequest) -> Response:
         """Ends this key's requests of these ids; unknown ones are ignored."""
-        body = await self.bodies.read(http, AbortRequest)
         ended = [name for slot in self.state.fleet.loaded
                  for name in slot.llm.abort_named(body.request_ids, http.scope["api_key"])]
         return json_response({"aborted": ended})
 
     async def refused(self, http: Request) -> Response:
-        path = http.url.path
-        raise RequestError(f"{path} is not possible: {REFUSED.get(path.rstrip('/'), 'it is refused')}", code="not_implemented",
-                           status=501)
+        raise RequestError(f"{http.url.path} is not possible: this server runs no methods that requests name",
+                           code="not_implemented", status=501)
