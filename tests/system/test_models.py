@@ -133,8 +133,12 @@ def test_a_model_sleeps_wakes_and_gets_new_weights() -> None:
         assert 'engine_sleep_state{engine="0",model_name="stories",sleep_state="awake"} 0.0' in server.http.get("/metrics").text
         assert say(server, None).status_code == 503 and "sleeps" in error_of(say(server, None))["message"]
         assert server.http.get("/ready").status_code == 503
-        assert error_of(server.http.post("/wake_up?tags=weights"))["code"] == "unsupported_parameter"
-        assert server.http.post("/wake_up").json() == {"is_sleeping": False}
+        assert 'sleep_state="weights_offloaded"} 1.0' in server.http.get("/metrics").text
+        assert error_of(server.http.post("/wake_up?tags=head"))["param"] == "tags"
+        # A part alone leaves it asleep; the other one wakes it.
+        assert server.http.post("/wake_up?tags=weights").json() == {"is_sleeping": True}
+        assert say(server, None).status_code == 503
+        assert server.http.post("/wake_up?tags=kv_cache").json() == {"is_sleeping": False}
         assert 'engine_sleep_state{engine="0",model_name="stories",sleep_state="awake"} 1.0' in server.http.get("/metrics").text
         assert say(server, None).json()["choices"][0]["message"]["content"] == before
         # A running stream keeps the old weights, a new request has the new ones.

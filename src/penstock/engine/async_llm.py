@@ -291,7 +291,7 @@ class AsyncLLM:
             old = self.adapters.get(name)
             self._check_alive()
             if (old is not None and not replace) or name == self.model:
-                raise RequestError(f"{name!r} is taken; unload that adapter first", param="lora_name", code="adapter_exists")
+                raise RequestError(f"{name!r} has already been loaded", param="lora_name", code="adapter_exists")
             found = await asyncio.to_thread(located, name, folder)
             self.adapters[name] = Adapter(name, found, await self._process.ask("load_adapter", found))
             if old is not None:

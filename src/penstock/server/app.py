@@ -19,7 +19,7 @@ from penstock.server.anthropic.dialect import Anthropic
 from penstock.server.batches.dialect import Batches
 from penstock.server.batches.run import Runner
 from penstock.server.body import BodyReader
-from penstock.server.dialect import ErrorShapes, Handler
+from penstock.server.dialect import Dialect, ErrorShapes, Handler
 from penstock.server.dialect import Route as Described
 from penstock.server.docs import docs_page
 from penstock.server.errors import on_error
@@ -29,7 +29,6 @@ from penstock.server.keys import KeyFile
 from penstock.server.models import ModelRoutes
 from penstock.server.ollama.dialect import Ollama
 from penstock.server.openai.dialect import OpenAI
-from penstock.server.openai.form import OpenAIForm
 from penstock.server.page import page_routes
 from penstock.server.paths import Paths
 from penstock.server.pooling.dialect import Pooling
@@ -52,7 +51,7 @@ class Application:
         selecting = Selecting(app, self.state.fleet)
         self.batches = Runner(self.state, selecting, lambda: self.shapes)
         # The first dialect shapes the errors of unknown paths.
-        dialects: list[OpenAIForm | Anthropic | Ollama] = [
+        dialects: list[Dialect] = [
             OpenAI(self.state), Pooling(self.state), Anthropic(self.state, self.batches), Responses(self.state),
             Ollama(self.state), Batches(self.state, self.batches), VLLM(self.state)]
         handlers = [(route, dialect.bodies) for dialect in dialects for route in dialect.routes()]

@@ -94,8 +94,8 @@ class BodyReader:
     def _without_unknown(self, data: bytes, kind: type[Any], error: Exception) -> tuple[bytes, list[str]]:
         """The body without the unknown field of which a decoder complains, if it may be ignored, and its name. Of the whole
         body's fields all others like it go at once."""
-        found = _unknown_field(error)
-        where, name = found or ("", "")
+        found = _UNKNOWN.fullmatch(str(error))
+        where, name = (found[2] or "", found[1]) if found else ("", "")
         path = f"{where}.{name}" if where else name
         if found is None or not (self._lenient or path in self._harmless):
             return data, []
@@ -117,12 +117,6 @@ class BodyReader:
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
-
-
-def _unknown_field(error: Exception) -> tuple[str, str] | None:
-    """(path of the object, name) if a decoder complains of an unknown field; the path of the whole body is empty."""
-    found = _UNKNOWN.fullmatch(str(error)) if isinstance(error, msgspec.ValidationError) else None
-    return None if found is None else (found[2] or "", found[1])
 
 
 def _without(data: bytes, where: str, name: str) -> bytes:

@@ -39,7 +39,9 @@ class Route(NamedTuple):
 
 
 class Dialect(Protocol):
-    """One API."""
+    """One API. `bodies` is its `body.BodyReader`."""
+
+    bodies: Any
 
     def routes(self) -> Sequence[Route]: ...
     def error_body(self, error: RequestError) -> Any: ...
@@ -62,7 +64,5 @@ class ErrorShapes:
 
     def of(self, path: str) -> ErrorShape:
         """The shape for a request's path, which need not exist."""
-        found = self._exact.get(path)
-        if found is not None:
-            return found
-        return next((shape for beginning, shape in self._beginnings if path.startswith(beginning)), self.default)
+        return self._exact.get(path) or next(
+            (shape for beginning, shape in self._beginnings if path.startswith(beginning)), self.default)

@@ -26,15 +26,13 @@ def _route(path: str, method: str, described: dict[str, Any], schemas: dict[str,
     body = next(iter(described.get("requestBody", {}).get("content", {"": {}}).values())).get("schema")
     answers = described["responses"]["200"]["content"]
     told = "; ".join(f"{escape(kind)}: {_kind(content.get('schema', {}))}" for kind, content in answers.items())
-    parts = f"<p>Body: {_kind(body)}</p>{_fields(_resolved(body, schemas))}" if body else ""
+    parts = f"<p>Body: {_kind(body)}</p>{_fields(schemas.get(_name(body), body))}" if body else ""
     return (f"<details><summary><b class=m>{escape(method.upper())}</b> <code>{escape(path)}</code> "
             f"{escape(described['summary'])}{key}</summary>{parts}<p>Answer: {told}</p></details>")
 
 
-def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    name = schema.get("$ref", "").rpartition("/")[2]
-    found: dict[str, Any] = schemas.get(name, schema)
-    return found
+def _name(schema: dict[str, Any]) -> str:
+    return escape(schema.get("$ref", "").rpartition("/")[2])
 
 
 def _fields(schema: dict[str, Any]) -> str:
@@ -47,8 +45,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 def _kind(schema: dict[str, Any]) -> str:
     """A schema in a few words."""
-    if "$ref" in schema:
-        name = escape(schema["$ref"].rpartition("/")[2])
+    if name := _name(schema):
         return f'<a href="#{name}">{name}</a>'
     if "anyOf" in schema:
         return " or ".join(_kind(one) for one in schema["anyOf"])

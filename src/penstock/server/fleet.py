@@ -45,6 +45,10 @@ class Slot:
     """Requests that have chosen it and are not over."""
     keep: float | None = None
     """Seconds of idleness that a request asked for; None: the fleet's."""
+    level: str = "2"
+    """At which it was put to sleep, as vLLM counts: 1 or 2."""
+    woken: Set[str] = frozenset()
+    """The parts of it that /wake_up has named since."""
     offered: Set[str] = frozenset()
     """Names of adapters that it will have once it is loaded."""
     prepare: Callable[[], Awaitable[None]] | None = None

@@ -235,7 +235,8 @@ class FleetCollector(Collector):
                                   labels=(*LABELS, "sleep_state"))
         for slot in self.fleet.slots:
             asleep = slot.state == "sleeping"
-            for state, holds in (("awake", not asleep), ("weights_offloaded", False), ("discard_all", asleep)):
+            for state, holds in (("awake", not asleep), ("weights_offloaded", asleep and slot.level != "2"),
+                                 ("discard_all", asleep and slot.level == "2")):
                 sleep.add_metric((slot.label, "0", state), holds)
         yield sleep
 

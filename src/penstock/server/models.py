@@ -14,6 +14,9 @@ from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.state import State
 
+PARTS = {"weights", "kv_cache"}
+"""The parts of a model that vLLM wakes one by one."""
+
 
 class ModelName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str = msgspec.field(name="model")
@@ -70,16 +73,19 @@ class ModelRoutes:
                                param="level")
         slot = self.state.fleet.current
         if slot.state == "ready":
+            slot.level, slot.woken = level, frozenset()
             await self.state.fleet.unload(slot, "sleeping", self.patience if mode == "wait" else 0.0)
         return json_response({"is_sleeping": slot.state == "sleeping"})
 
     async def wake_up(self, request: Request) -> Response:
-        tags = set(request.query_params.getlist("tags"))
-        if tags and tags != {"weights", "kv_cache"}:
-            raise RequestError(f"tags are {sorted(tags)}; this server wakes up as a whole: leave them out", param="tags",
-                               code="unsupported_parameter")
-        await self.state.fleet.load(self.state.fleet.current)
-        return json_response({"is_sleeping": False})
+        """Loads the model. It wakes as a whole: of vLLM's `tags` one alone leaves it asleep until the other comes."""
+        slot, tags = self.state.fleet.current, {*request.query_params.getlist("tags")} or PARTS
+        if tags - PARTS:
+            raise RequestError(f"tags are {sorted(tags)}; possible are {' and '.join(sorted(PARTS))}", param="tags")
+        slot.woken |= tags
+        if slot.woken == PARTS:
+            await self.state.fleet.load(slot)
+        return json_response({"is_sleeping": slot.state == "sleeping"})
 
     async def is_sleeping(self, request: Request) -> Response:
         return json_response({"is_sleeping": self.state.fleet.current.state == "sleeping"})

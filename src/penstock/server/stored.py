@@ -49,8 +49,8 @@ def whose(http: Request) -> str:
 
 def missing(kind: str, name: str) -> RequestError:
     """404 for an object that is not there, or is another's."""
-    return RequestError(f"there is no {kind} {name!r}; it never was, was deleted, or was the oldest (--store-days, "
-                        "--store-bytes)", param="id", code="not_found", status=404)
+    return RequestError(f"{kind.capitalize()} with id {name!r} not found; it never was, was deleted, or was the oldest "
+                        "(--store-days, --store-bytes)", param="id", code="not_found", status=404)
 
 
 def number(text: str) -> int | None:

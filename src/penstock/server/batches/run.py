@@ -78,15 +78,19 @@ class Runner:
 
     async def cancel(self, named: Ref) -> None:
         """Ends a batch: its open lines are aborted, and all without an answer get an error. RequestError if it has ended."""
-        batch = await self.state.store.run(named.read)
-        if batch["status"] in ENDED:
-            raise RequestError(f"the batch is {batch['status']} already", param="id")
-        await self._change(named, status="cancelling", cancelling_at=int(time.time()))
-        task = self._tasks.get(named.name)
-        if task is not None:
+        await self._check_open(named)
+        # First its task ends: it may be about to write another status.
+        if (task := self._tasks.get(named.name)) is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await self._check_open(named)
+        await self._change(named, status="cancelling", cancelling_at=int(time.time()))
         self.start(named)
+
+    async def _check_open(self, named: Ref) -> None:
+        status = (await self.state.store.run(named.read))["status"]
+        if status in ENDED:
+            raise RequestError(f"the batch is {status} already", param="id")
 
     # -- one batch
 

@@ -50,10 +50,8 @@ WHY_REFUSED: dict[str, str] = {
     "web_search_options": "this server does not search the web",
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
     "prompt_embeds": "prompts are text or token ids",
-    "mm_processor_kwargs": "this server takes text only",
-    "media_io_kwargs": "this server takes text only",
-    "kv_transfer_params": "this server does not transfer caches",
-    "ec_transfer_params": "this server does not transfer caches",
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "this server takes text only"),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), "this server does not transfer caches"),
     "moderation": "this server does not moderate",
 }
 """Why a recognised field is refused, as the second half of a sentence."""

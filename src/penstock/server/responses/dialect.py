@@ -118,7 +118,7 @@ class Responses(OpenAIForm):
         state = self.state
         state.admit(body.model)
         if body.background and body.store is False:
-            raise RequestError("background is only possible with store, since its response is fetched later",
+            raise RequestError("background can only be used when `store` is true, since its response is fetched later",
                                param="background")
         owner, conversation = whose(http), _name(body.conversation)
         history = await self._history(body, owner)
@@ -260,7 +260,7 @@ class Responses(OpenAIForm):
             return json_response(running.answer.response)
         stored = await self._stored(response)
         if not stored.response["background"]:
-            raise RequestError("only a response in the background can be cancelled; hang up on others", param="id")
+            raise RequestError("Cannot cancel a synchronous response, only one in the background; hang up", param="id")
         return json_response(stored.response)
 
     async def input_items(self, http: Request) -> Response:

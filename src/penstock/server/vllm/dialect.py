@@ -35,7 +35,6 @@ class GenerateRequest(ServiceFields, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     features: None = None
-    kv_transfer_params: None = None
     ec_transfer_params: None = None
 
 
