@@ -1,16 +1,13 @@
 """Selects a model's dialect by name or from its chat template."""
 
-import functools
-import importlib
-import pkgutil
 from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
-from penstock.dialects import known
 from penstock.dialects.description import THINK, Dialect, Reasoning
+from penstock.dialects.known import DIALECTS
 
 PLAIN = Dialect("none")
 """The dialect without calls and reasoning: everything is content."""
@@ -25,25 +22,15 @@ class Choice(msgspec.Struct, frozen=True):
     why_reasoning: str
 
 
-@functools.cache
-def dialects() -> dict[str, Dialect]:
-    """Returns all dialects by name."""
-    found: dict[str, Dialect] = {}
-    for module in pkgutil.iter_modules(known.__path__):
-        for dialect in importlib.import_module(f"{known.__name__}.{module.name}").DIALECTS:
-            found[dialect.name] = dialect
-    return found
-
-
 def by_name(name: str) -> Dialect:
     """Returns the dialect of that name, or of vLLM's name for its tool calls. Raises ConfigError with the possible names."""
-    return _named("tool_call_parser", name, {known: dialect for dialect in dialects().values()
+    return _named("tool_call_parser", name, {known: dialect for dialect in DIALECTS.values()
                                              for known in (dialect.name, *dialect.aliases)})
 
 
 def reasoning_by_name(name: str) -> Dialect:
     """Returns the dialect whose reasoning has that name. Raises ConfigError with the possible names."""
-    return _named("reasoning_parser", name, {known: dialect for dialect in reversed(dialects().values())
+    return _named("reasoning_parser", name, {known: dialect for dialect in reversed(DIALECTS.values())
                                              if dialect.reasoning or dialect.harmony or dialect.reasoning_names
                                              for known in (dialect.name, *dialect.reasoning_names)})
 
@@ -74,7 +61,7 @@ def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str |
     reasoning = calls.reasoning
     if calls.harmony:
         return Choice(calls, why, "harmony's analysis channel")
-    for found in (reasoning, *(each.reasoning for each in dialects().values())):
+    for found in (reasoning, *(each.reasoning for each in DIALECTS.values())):
         if found is not None and (any(end in text for end in found.end) or (found is reasoning and tool_call_parser)):
             return Choice(calls.reasoning_by(found), why, f"the chat template or the dialect has {found.end[0]}")
     # A template may not mention reasoning. If the prompt is known, markers that never occur are harmless.
@@ -85,7 +72,7 @@ def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str |
 
 def _found(text: str) -> tuple[Dialect, str]:
     best, sign = PLAIN, tuple[str, ...]()
-    for dialect in dialects().values():
+    for dialect in DIALECTS.values():
         for signs in dialect.signs:
             if all(each in text for each in signs) and (best is PLAIN or dialect.rank > best.rank):
                 best, sign = dialect, signs

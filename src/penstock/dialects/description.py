@@ -1,6 +1,6 @@
 """The description of a dialect: how a model writes its reasoning and its tool calls.
 
-Pure data: `parser.py` parses by it and `writing.py` writes by it. Each file in `known/` holds one dialect."""
+Pure data: `parser.py` parses by it and `writing.py` writes by it. `known.py` holds them."""
 
 from __future__ import annotations
 

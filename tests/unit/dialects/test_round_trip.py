@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.dialects.choice import dialects
 from penstock.dialects.description import Dialect
+from penstock.dialects.known import DIALECTS
 from penstock.dialects.message import Built, Content, Message
 from penstock.dialects.parser import Parser
 from penstock.dialects.writing import write
 
-WRITERS = sorted(name for name, dialect in dialects().items() if dialect.written is not None)
+WRITERS = sorted(name for name, dialect in DIALECTS.items() if dialect.written is not None)
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r"), max_size=12) | st.sampled_from(
     ["", 'a "quoted" word', "it's", "a\\b", "x < y & z",
      "{brace} [bracket] (paren)", "line\nline", "\n", "\nline\n\n", "naïve ☕ 東京", "3", "true", "\\n"])
@@ -42,7 +42,7 @@ def read(dialect: Dialect, pieces: list[str], **how: Any) -> Message:
 @settings(max_examples=12, deadline=None)
 @given(calls=CALLS, seed=st.integers(0, 2**32))
 def test_calls_come_back(name: str, calls: list[tuple[str, dict[str, Any]]], seed: int) -> None:
-    dialect, rng = dialects()[name], Random(seed)
+    dialect, rng = DIALECTS[name], Random(seed)
     calls = [(tool, arguments) for tool, arguments in calls][:3 if dialect.parallel else 1]
     # Types are a schema's business: each call gets a tool of its own, whose schema says what its values are.
     calls = [(f"{tool}_{place}", arguments) for place, (tool, arguments) in enumerate(calls)]
@@ -59,7 +59,7 @@ def test_calls_come_back(name: str, calls: list[tuple[str, dict[str, Any]]], see
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_text_beside_calls_and_every_cut(name: str) -> None:
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     calls = [("f", {"city": "São \"P\"", "n": 3}), ("g", {})][:2 if dialect.parallel else 1]
     before = "" if dialect.harmony or any(block.first for block in dialect.blocks) else "Let me look."
     text = before + write(dialect, calls)
@@ -73,7 +73,7 @@ def test_text_beside_calls_and_every_cut(name: str) -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_no_beginning_of_an_answer_loses_text(name: str) -> None:
     """An answer that breaks off anywhere becomes text with a flag, or a call that was complete; never an error."""
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     tools = [{"function": {"name": "f", "parameters": {"properties": {"city": {"type": "string"}, "n": {"type": "array"}}}}}]
     text = "Hm. " * (not dialect.harmony) + write(dialect, [("f", {"city": "Rome", "n": [1, {"k": None}]})])
     for cut in range(0, len(text), 3):
@@ -91,7 +91,7 @@ def test_no_beginning_of_an_answer_loses_text(name: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(name=st.sampled_from(WRITERS), seed=st.integers(0, 2**32))
 def test_garbled_calls_are_the_same_however_cut(name: str, seed: int) -> None:
-    dialect, rng = dialects()[name], Random(seed)
+    dialect, rng = DIALECTS[name], Random(seed)
     calls = [("f", {"city": "Rome", "n": [1, 2]}), ("g", {"x": "a b"})]
     text = list("Hm. " + write(dialect, calls[:2 if dialect.parallel else 1]))
     for _ in range(rng.randint(1, 3)):
@@ -108,7 +108,7 @@ def test_garbled_calls_are_the_same_however_cut(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", ["hermes", "openai"])
 def test_text_without_markers_is_neither_kept_nor_parsed_again(name: str) -> None:
     """An answer of any length costs the same for each piece."""
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     parser = Parser(dialect, prompt="")
     parser.push("<|channel|>final<|message|>" if dialect.harmony else "Well, ")
     resumed = parser._work

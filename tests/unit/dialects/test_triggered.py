@@ -8,8 +8,8 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.core.errors import RequestError
-from penstock.dialects.choice import dialects
 from penstock.dialects.description import Dialect, Python
+from penstock.dialects.known import DIALECTS
 from penstock.dialects.parser import Parser
 from penstock.dialects.schemas import Tools
 from penstock.dialects.writing import structure, triggered, write
@@ -20,7 +20,7 @@ GIVEN = [{"type": "function", "function": {"name": "look", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"],
     "additionalProperties": False}}}]
 TOOLS = Tools(GIVEN)
-HELD = sorted(name for name, dialect in dialects().items() if triggered(dialect, TOOLS, True) is not None)
+HELD = sorted(name for name, dialect in DIALECTS.items() if triggered(dialect, TOOLS, True) is not None)
 
 
 def accepts(dialect: Dialect, text: str, special: tuple[str, ...], parallel: bool = True) -> bool:
@@ -40,7 +40,7 @@ BARE = ("gemma3", "llama3_json", "pythonic", "xlam")
 
 
 def test_every_dialect_can_be_held() -> None:
-    assert set(HELD) == {name for name, dialect in dialects().items() if dialect.written is not None}
+    assert set(HELD) == {name for name, dialect in DIALECTS.items() if dialect.written is not None}
 
 
 @pytest.mark.parametrize(("text", "right"), [
@@ -48,7 +48,7 @@ def test_every_dialect_can_be_held() -> None:
     ('look\n{"city": "Lima"}>>>look\n{"city": "Rome"}', True), ("hook\n{}", False), ("Hello", False),
     ("all\nHi>>>hook\n{}", False), ('look\n{"town": "Lima"}', False)])
 def test_the_first_recipient_where_the_prompt_has_begun_a_message(text: str, right: bool) -> None:
-    assert accepts(dialects()["functionary_v3.2"], text, ()) == right
+    assert accepts(DIALECTS["functionary_v3.2"], text, ()) == right
 
 
 LOOK = '{"name":"look","args":{"city":"Lima"}}'
@@ -64,12 +64,12 @@ HEADER, SAID, INVOKE, ENDED = "<|message_model|>", "<|content_text|>", "<|conten
     (f"{INVOKE}{LOOK}{ENDED}{HEADER}{SAID}Hi", False)])
 def test_messages_with_headers_are_free_until_a_call(text: str, right: bool, marked: bool) -> None:
     special = (HEADER, SAID, INVOKE, ENDED, "<|content_thinking|>") if marked else ()
-    assert accepts(dialects()["inkling"], text, special) == right
+    assert accepts(DIALECTS["inkling"], text, special) == right
 
 
 @pytest.mark.parametrize("name", BARE)
 def test_calls_that_begin_like_text(name: str) -> None:
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     good = write(dialect, [("look", {"city": "Lima", "n": 3}), ("look", {"city": "Rome"})])
     if any(isinstance(block.form, Python) for block in dialect.blocks):
         good = good.replace("'", '"')
@@ -91,7 +91,7 @@ def test_calls_that_begin_like_text(name: str) -> None:
     ("granite", '[{"name": "look", "arguments": {}}]'), ("smollm3", "<code>look(n=1)</code>"),
     ("xlam", 'So: [{"name": "look", "arguments": {}}]'), ("gemma3", "So:\n```tool_code\nlook(n=1)\n```")])
 def test_other_ways_to_call_are_closed(name: str, text: str) -> None:
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     parser = Parser(dialect, GIVEN)
     parser.push(text)
     parser.finish()
@@ -113,13 +113,13 @@ CALL = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
     ("<|channel|>analysis<|message|>hm", False), ("<|channel|>analysis to=functions.look<|message|>{}", False)])
 def test_harmony_calls_by_its_header_alone(text: str, right: bool) -> None:
     for special in (HARMONY_TOKENS, ()):
-        assert accepts(dialects()["openai"], text, special) == right, special
+        assert accepts(DIALECTS["openai"], text, special) == right, special
 
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("name", sorted({*HELD} - {*BARE, "openai", "functionary_v3.2"}))
 def test_text_is_free_and_calls_are_held(name: str, marked: bool) -> None:
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     begins = tuple(block.begin for block in dialect.blocks if not block.bare)
     reasoning = dialect.reasoning
     special = (*begins, *((reasoning.start[0], reasoning.end[0]) if reasoning else ())) if marked else ()
@@ -140,22 +140,22 @@ def test_text_is_free_and_calls_are_held(name: str, marked: bool) -> None:
 
 
 def test_one_call_where_no_more_are_wanted() -> None:
-    two = write(dialects()["hermes"], [("look", {"city": "Lima"}), ("look", {"city": "Rome"})])
-    assert accepts(dialects()["hermes"], two, ()) and not accepts(dialects()["hermes"], two, (), parallel=False)
+    two = write(DIALECTS["hermes"], [("look", {"city": "Lima"}), ("look", {"city": "Rome"})])
+    assert accepts(DIALECTS["hermes"], two, ()) and not accepts(DIALECTS["hermes"], two, (), parallel=False)
 
 
 def test_a_text_between_tags_fits_its_pattern() -> None:
     tools = Tools([{"name": "note", "parameters": {"properties": {"input": {"type": "string", "pattern": "^a[<b]*$"}}}}])
-    grammar = node_grammar(structure(dialects()["qwen3_coder"], tools, True), {})
+    grammar = node_grammar(structure(DIALECTS["qwen3_coder"], tools, True), {})
     for text, right in (("a<b", True), ("ab</parameter>", False), ("c", False)):
-        call = write(dialects()["qwen3_coder"], [("note", {"input": text})])
+        call = write(DIALECTS["qwen3_coder"], [("note", {"input": text})])
         assert judge(grammar, call) == [right], text
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "qwen3_coder", "functiongemma"])
 def test_a_custom_tools_grammar(name: str) -> None:
     grammar = 'start: "say " STRING ("\\n" start)?\nSTRING: /"[^"\\n]*"/'
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     tools = Tools([{"name": "note", "parameters": {"properties": {"input": {"type": "string", "lark": grammar}},
                                                    "required": ["input"]}}])
     if name in ("qwen3_coder", "functiongemma"):
@@ -175,19 +175,19 @@ def test_a_custom_tools_grammar(name: str) -> None:
         assert json.loads(parser.message().calls[0].arguments) == {"input": text}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in HELD if dialects()[name].parallel and name != "openai"))
+@pytest.mark.parametrize("name", sorted(name for name in HELD if DIALECTS[name].parallel and name != "openai"))
 def test_several_calls_can_be_forced(name: str) -> None:
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     two = write(dialect, [("look", {"city": "Lima", "n": 3}), ("look", {"city": "Rome"})])
     if any(isinstance(block.form, Python) for block in dialect.blocks):
         two = two.replace("'", '"')
     assert judge(node_grammar(structure(dialect, TOOLS, True), {}), two.removeprefix(dialect.lead)) == [True]
 
 
-@pytest.mark.parametrize("name", sorted(name for name, one in dialects().items()
+@pytest.mark.parametrize("name", sorted(name for name, one in DIALECTS.items()
                                         if one.written is not None and not one.harmony))
 def test_a_forced_answer_may_have_several_calls(name: str) -> None:
-    dialect = dialects()[name]
+    dialect = DIALECTS[name]
     calls = [("look", {"city": "Lima", "n": 3}), ("look", {"city": "Rome", "n": 1})]
     one, two = (write(dialect, calls[:count]).removeprefix(dialect.lead) for count in (1, 2))
     if any(isinstance(block.form, Python) for block in dialect.blocks):
@@ -212,15 +212,15 @@ COLOURS = {"Colour": {"enum": ["red", "green"]}}
 @pytest.mark.parametrize("name", ["qwen3_coder", "minimax_m3"])
 def test_strings_between_tags_keep_every_keyword(name: str, schema: Any, right: list[str], wrong: list[str]) -> None:
     tools = Tools([{"name": "f", "parameters": {"$defs": COLOURS, "properties": {"c": schema}, "required": ["c"]}}])
-    grammar = node_grammar(structure(dialects()[name], tools, True), {})
-    assert judge(grammar, *(write(dialects()[name], [("f", {"c": text})]) for text in (*right, *wrong))) == \
+    grammar = node_grammar(structure(DIALECTS[name], tools, True), {})
+    assert judge(grammar, *(write(DIALECTS[name], [("f", {"c": text})]) for text in (*right, *wrong))) == \
         [True] * len(right) + [False] * len(wrong)
     if schema is True:
         return
     for text in right:
-        parser = Parser(dialects()[name])
+        parser = Parser(DIALECTS[name])
         parser.tools = tools
-        parser.push(write(dialects()[name], [("f", {"c": text})]))
+        parser.push(write(DIALECTS[name], [("f", {"c": text})]))
         parser.finish()
         assert json.loads(parser.message().calls[0].arguments) == {"c": None if text == "null" else text}
 
@@ -235,7 +235,7 @@ def test_strings_between_tags_keep_every_keyword(name: str, schema: Any, right: 
     ({"properties": {"c": {"type": "string"}}, "anyOf": [{"required": ["c"]}, {"required": ["d"]}]}, "#/anyOf")])
 def test_what_tags_cannot_keep_is_refused_by_its_place(schema: Any, place: str) -> None:
     with pytest.raises(RequestError, match=f"cannot be enforced at .*{re.escape(place)}"):
-        structure(dialects()["qwen3_coder"], Tools([{"name": "f", "parameters": schema}]), True)
+        structure(DIALECTS["qwen3_coder"], Tools([{"name": "f", "parameters": schema}]), True)
 
 
 MARK = "]<]minimax[>["
@@ -275,13 +275,13 @@ def held_and_read(dialect: Dialect, tools: Tools, call: str, arguments: Any, rig
     ({"home": {"city": "A", "rooms": [{"size": 1}] * 3}}, False), ({"home": {"city": "A", "street": "B"}}, False),
     ({"tags": ["a", "b c", "3"]}, True), ({"tags": None}, True), ({"tags": []}, True), ({"tree": {"v": 1, "kids": []}}, True)])
 def test_values_within_tags_are_elements(arguments: Any, right: bool) -> None:
-    dialect, tools = dialects()["minimax_m3"], Tools([{"name": "f", "parameters": NESTED}])
+    dialect, tools = DIALECTS["minimax_m3"], Tools([{"name": "f", "parameters": NESTED}])
     call = f'{MARK}<tool_call>\n{MARK}<invoke name="f">{elements(arguments)}{MARK}</invoke>\n{MARK}</tool_call>'
     held_and_read(dialect, tools, call, arguments, right)
 
 
 def test_values_whose_names_are_open_stay_json_within_tags() -> None:
-    dialect, tools = dialects()["minimax_m3"], Tools([{"name": "f", "parameters": NESTED}])
+    dialect, tools = DIALECTS["minimax_m3"], Tools([{"name": "f", "parameters": NESTED}])
     for arguments in ({"free": {"a": [1]}}, {"tree": {"v": 1, "kids": [{"v": 2, "kids": [{"v": 3}]}]}}):
         said = {key: json.dumps(value) if key == "free" else value for key, value in arguments.items()}
         if "tree" in said:
