@@ -15,9 +15,6 @@ from starlette.responses import Response
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.server.dialect import ErrorShape
 
-CLIENT_GONE = 499
-"""Status of a response to a client that has disconnected; nginx's convention."""
-
 RETRY_SECONDS = 1
 """The waiting time that a refused client is told (Retry-After)."""
 
@@ -50,8 +47,8 @@ def as_request_error(error: BaseException) -> RequestError:
 async def on_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for a route's exceptions, and for the router's own refusals (404, 405)."""
     if isinstance(error, ClientDisconnect):
-        # Nobody reads the answer.
-        return Response(status_code=CLIENT_GONE)
+        # Nobody reads the answer; nginx's status for a client that has disconnected.
+        return Response(status_code=499)
     if not isinstance(error, HTTPException):
         return error_response(as_request_error(error), request.scope["error_shape"])
     why = {404: "there is no such route; see /openapi.json",

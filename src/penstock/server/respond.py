@@ -95,8 +95,7 @@ class Answer(Protocol):
 
 async def gather(request: Request, stream: Stream, add: Callable[[list[Delta]], None]) -> None:
     """Reads a stream to its end. When the client goes away its requests are aborted, and ClientDisconnect is raised."""
-    _name(request, stream)
-    watch = asyncio.create_task(_close_when_gone(request.receive, stream))
+    watch = _watched(request, stream)
     try:
         async for deltas in stream:
             add(deltas)
@@ -105,19 +104,20 @@ async def gather(request: Request, stream: Stream, add: Callable[[list[Delta]], 
         stream.close()
 
 
-def _name(request: Request, stream: Stream) -> None:
+def _watched(request: Request, stream: Stream) -> asyncio.Task[None]:
+    """Names the stream by its request, and closes it when the client goes away."""
     scope = request.scope
     # The access log tells its tokens; /abort_requests finds it by its name.
     scope["stream"] = stream
     stream.name, stream.owner = scope.get("request_id", ""), scope.get("api_key", b"")
+    return asyncio.create_task(_close_when_gone(request.receive, stream))
 
 
 async def respond(request: Request, stream: Stream, answer: Answer, streaming: bool, wire: Wire = SSE) -> Response:
     """The response to `request`. A streamed one starts at the request's admission; errors before have their own status.
     ClientDisconnect if the client goes away before."""
     if streaming:
-        watch = asyncio.create_task(_close_when_gone(request.receive, stream))
-        _name(request, stream)
+        watch = _watched(request, stream)
         try:
             await stream.admitted()
             return EventStream(stream, answer, watch, wire)

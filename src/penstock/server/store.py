@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,13 +34,6 @@ create index if not exists by_age on objects(kind, owner, created);
 create table if not exists lines(batch text, place integer, custom_id text, answer blob, failed integer,
                                  primary key(batch, place));
 """
-
-
-class Page(NamedTuple):
-    """Some objects of a list, and whether there are more."""
-
-    bodies: list[bytes]
-    more: bool
 
 
 def owner_of(key: bytes) -> str:
@@ -127,8 +120,9 @@ class Database:
         """Whether there was one."""
         return self.sql("delete from objects where kind=? and id=? and owner=?", kind, name, owner).rowcount > 0
 
-    def page(self, kind: str, owner: str, after: str | None, limit: int, newest_first: bool = True, stem: str = "") -> Page:
-        """A page of a list by age, behind the object `after`, of objects whose id begins with `stem`."""
+    def page(self, kind: str, owner: str, after: str | None, limit: int, newest_first: bool = True, stem: str = "",
+             ) -> tuple[list[bytes], bool]:
+        """(a page of a list by age, behind the object `after`, of ids that begin with `stem`; whether there are more)."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         where, values = "kind=? and owner=? and substr(id, 1, ?)=?", [kind, owner, len(stem), stem]
         if after is not None:
@@ -136,7 +130,7 @@ class Database:
             values += [kind, after]
         rows = self.sql(f"select body from objects where {where} order by created {order}, id {order} limit ?",
                         *values, limit + 1).fetchall()
-        return Page([body for body, in rows[:limit]], len(rows) > limit)
+        return [body for body, in rows[:limit]], len(rows) > limit
 
     def all(self, kind: str) -> list[tuple[str, str, bytes]]:
         """(id, owner, body) of every object of a kind, oldest first."""

@@ -24,17 +24,14 @@ class Ref(NamedTuple):
         """The object. RequestError 404 if there is none."""
         found = database.get(*self)
         if found is None:
-            raise self.missing()
+            raise missing(self.kind, self.name)
         value: dict[str, Any] = msgspec.json.decode(found)
         return value
 
     def delete(self, database: Database) -> None:
         """Deletes the object. RequestError 404 if there is none."""
         if not database.delete(*self):
-            raise self.missing()
-
-    def missing(self) -> RequestError:
-        return missing(self.kind, self.name)
+            raise missing(self.kind, self.name)
 
 
 def ref(http: Request, kind: str) -> Ref:

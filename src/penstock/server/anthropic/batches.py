@@ -89,9 +89,9 @@ class MessageBatches:
                                param="before_id")
 
         def work(database: Database) -> tuple[list[dict[str, Any]], bool]:
-            page = database.page("batch", owner, before or after, limit, before is None, _STEM)
-            batches = list(map(msgspec.json.decode, page.bodies))[::1 if before is None else -1]
-            return [_shown(http, batch, _results(database, batch, owner)) for batch in batches], page.more
+            bodies, more = database.page("batch", owner, before or after, limit, before is None, _STEM)
+            batches = list(map(msgspec.json.decode, bodies))[::1 if before is None else -1]
+            return [_shown(http, batch, _results(database, batch, owner)) for batch in batches], more
 
         return listed(*await self.state.store.run(work))
 

@@ -18,7 +18,7 @@ from penstock.server.errors import explain
 from penstock.server.openai.form import OpenAIForm
 from penstock.server.responses.protocol import Deleted
 from penstock.server.store import Database
-from penstock.server.stored import Ref, asked, listed, number, ref, whose
+from penstock.server.stored import Ref, asked, listed, missing, number, ref, whose
 
 Purpose = Literal["batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals"]
 
@@ -83,7 +83,7 @@ def read_file(database: Database, file: Ref) -> dict[str, Any]:
     value = file.read(database)
     if value.get("expires_at") is not None and value["expires_at"] <= time.time():
         delete_file(database, file)
-        raise file.missing()
+        raise missing(file.kind, file.name)
     return value
 
 
@@ -138,9 +138,9 @@ class Files(OpenAIForm):
 
     async def list(self, http: Request) -> Response:
         owner, (after, limit, newest) = whose(http), asked(http, 10_000)
-        page = await self.state.store.run(lambda database: database.page("file", owner, after, limit, newest))
-        purpose, files = http.query_params.get("purpose"), map(msgspec.json.decode, page.bodies)
-        return listed([file for file in files if purpose in (None, file["purpose"])], page.more)
+        bodies, more = await self.state.store.run(lambda database: database.page("file", owner, after, limit, newest))
+        purpose, files = http.query_params.get("purpose"), map(msgspec.json.decode, bodies)
+        return listed([file for file in files if purpose in (None, file["purpose"])], more)
 
     async def get(self, http: Request) -> Response:
         return json_response(await self.state.store.run(lambda database: read_file(database, ref(http, "file"))))

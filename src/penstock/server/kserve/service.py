@@ -31,6 +31,7 @@ _CODES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENI
           408: "DEADLINE_EXCEEDED", 413: "RESOURCE_EXHAUSTED", 422: "INVALID_ARGUMENT", 429: "RESOURCE_EXHAUSTED",
           501: "UNIMPLEMENTED", 503: "UNAVAILABLE"}
 _WATCH_SECONDS = 0.5
+_UNKNOWN = health_pb2.HealthCheckResponse(status="SERVICE_UNKNOWN")
 
 MOST_CALLS = 1024  # that run at once; others are refused as RESOURCE_EXHAUSTED
 
@@ -187,21 +188,20 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._state = state
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        if request.service not in ("", SERVICE):
+        if (now := self._now(request.service)) == _UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
-        return self._now()
+        return now
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         last = None
         while True:
-            unknown = request.service not in ("", SERVICE)
-            now = health_pb2.HealthCheckResponse(status="SERVICE_UNKNOWN") if unknown else self._now()
-            if now != last:
-                yield now
-            last = now
+            if (now := self._now(request.service)) != last:
+                yield (last := now)
             await asyncio.sleep(_WATCH_SECONDS)
 
-    def _now(self) -> Any:
+    def _now(self, service: str) -> Any:
+        if service not in ("", SERVICE):
+            return _UNKNOWN
         return health_pb2.HealthCheckResponse(status="SERVING" if self._state.not_ready() is None else "NOT_SERVING")
 
 

@@ -35,8 +35,7 @@ class OpenAIForm:
         self.state = state
         self.bodies = BodyReader(state, explain_field or explain, IGNORED)
 
-    def error_body(self, error: RequestError) -> Any:
-        return error_body(error)
+    error_body = staticmethod(error_body)
 
 
 def refusing(why: Mapping[str, str], otherwise: ExplainField = lambda _where, text: text) -> ExplainField:
