@@ -26,7 +26,7 @@ from penstock.ops import experts_triton, gpu
 from penstock.ops.experts import Glu, Stack
 from penstock.ops.experts_triton import Plan, Tile, TritonExperts, choose
 from penstock.ops.routing import Routing
-from penstock.ops.routing_triton import route
+from penstock.ops.rows_triton import route
 
 SHAPES = {"30b-a3b": (128, 8, 2048, 768), "dsv2lite": (64, 6, 2048, 1408)}
 """Experts, picks, width, inner size."""

@@ -27,7 +27,7 @@ import triton
 
 from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
-from penstock.ops import activation_triton, gpu
+from penstock.ops import gpu, rows_triton
 from penstock.ops.activation import gated as gate
 from penstock.ops.linear import Weight
 from penstock.ops.linear_invariant import InvariantLinear
@@ -111,7 +111,7 @@ def runner(tile: Tile | None, x: torch.Tensor, weight: Weight, shape: Shape) -> 
     if tile is not None:
         return lambda: launch(tile, x, weight, None, dtype, shape.kind)
     if shape.kind is not None:
-        return lambda: activation_triton.gated(library(x, weight, None, dtype), shape.kind or "")
+        return lambda: rows_triton.gated(library(x, weight, None, dtype), shape.kind or "")
     return lambda: library(x, weight, None, dtype)
 
 

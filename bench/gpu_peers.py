@@ -88,7 +88,7 @@ def rank(index: int, ranks: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from penstock.ops.norm_triton import add_rms_norm
+    from penstock.ops.rows_triton import add_rms_norm
     from penstock.parallel.axis import Place
     from penstock.parallel.group import Group, joined
 

@@ -22,18 +22,7 @@ import torch.nn.functional as F
 
 from gpu_time import copy_bandwidth, graph_us
 from penstock.cli.bench.environment import environment
-from penstock.ops import (
-    activation,
-    activation_triton,
-    gather_triton,
-    gpu,
-    norm,
-    norm_triton,
-    rope,
-    rope_triton,
-    step,
-    step_triton,
-)
+from penstock.ops import activation, gpu, norm, rope, rows_triton, step
 
 Call = Callable[[], Any]
 FEW, MANY = (1, 32, 256), 8192
@@ -99,24 +88,24 @@ def steps(module: Any, rows: int, columns: int) -> tuple[Call, int]:
 
 
 CASES: list[tuple[str, Any, Any, Any, tuple[Any, ...]]] = [
-    ("add_rms_norm 4096", norms, norm_triton, norm, (4096,)), ("add_rms_norm 1024", norms, norm_triton, norm, (1024,)),
-    ("add_rms_norm 2560", norms, norm_triton, norm, (2560,)), ("rms_norm 4096", plain_norms, norm_triton, norm, (4096,)),
-    ("layer_norm 1600", layer_norms, norm_triton, norm, (1600,)),
-    ("gated 14336", gates, activation_triton, activation, (14336,)),
-    ("gated 3072", gates, activation_triton, activation, (3072,)),
-    ("rope 32/8 x 128", ropes, rope_triton, rope, (32, 8, 128, False)),
-    ("rope 16/8 x 128 normed", ropes, rope_triton, rope, (16, 8, 128, True)),
-    ("rope 8/4 x 256 normed", ropes, rope_triton, rope, (8, 4, 256, True)),
-    ("rope 12/12 x 64", ropes, rope_triton, rope, (12, 12, 64, False)),
-    ("gather 4096", gathers, gather_triton, Embedding, (4096,)), ("gather 1024", gathers, gather_triton, Embedding, (1024,)),
-    ("build_step 128 pages", steps, step_triton, step, (128,)), ("build_step 8192 pages", steps, step_triton, step, (8192,)),
+    ("add_rms_norm 4096", norms, rows_triton, norm, (4096,)), ("add_rms_norm 1024", norms, rows_triton, norm, (1024,)),
+    ("add_rms_norm 2560", norms, rows_triton, norm, (2560,)), ("rms_norm 4096", plain_norms, rows_triton, norm, (4096,)),
+    ("layer_norm 1600", layer_norms, rows_triton, norm, (1600,)),
+    ("gated 14336", gates, rows_triton, activation, (14336,)),
+    ("gated 3072", gates, rows_triton, activation, (3072,)),
+    ("rope 32/8 x 128", ropes, rows_triton, rope, (32, 8, 128, False)),
+    ("rope 16/8 x 128 normed", ropes, rows_triton, rope, (16, 8, 128, True)),
+    ("rope 8/4 x 256 normed", ropes, rows_triton, rope, (8, 4, 256, True)),
+    ("rope 12/12 x 64", ropes, rows_triton, rope, (12, 12, 64, False)),
+    ("gather 4096", gathers, rows_triton, Embedding, (4096,)), ("gather 1024", gathers, rows_triton, Embedding, (1024,)),
+    ("build_step 128 pages", steps, rows_triton, step, (128,)), ("build_step 8192 pages", steps, rows_triton, step, (8192,)),
 ]
 
 TUNED: list[tuple[str, Any, str, tuple[Any, ...]]] = [
-    ("add_rms_norm", norm_triton, "_VECTOR", ((16, 16), (32, 32), (16, 64))),
-    ("gated", activation_triton, "_BLOCK", (512, 2048)), ("rope", rope_triton, "_EARLY", (False,)),
-    ("rope", rope_triton, "_NUMBERS", ({}, {64: 512, 128: 512, 256: 512}, {64: 4096, 128: 4096, 256: 2048})),
-    ("gather", gather_triton, "_BLOCK", (1024, 4096)),
+    ("add_rms_norm", rows_triton, "_VECTOR", ((16, 16), (32, 32), (16, 64))),
+    ("gated", rows_triton, "_ACTIVATED", (512, 2048)), ("rope", rows_triton, "_EARLY", (False,)),
+    ("rope", rows_triton, "_NUMBERS", ({}, {64: 512, 128: 512, 256: 512}, {64: 4096, 128: 4096, 256: 2048})),
+    ("gather", rows_triton, "_COPIED", (1024, 4096)),
 ]
 
 

@@ -23,7 +23,7 @@ from penstock.cli.bench.figures import percentile
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _FIRST, _LAST = "build_step", "settle"
-"""The kernels that begin a step and that choose its tokens, its last (ops/step_kernel.py, ops/sample_kernels.py)."""
+"""The kernels that begin a step and that choose its tokens, its last (ops/rows_kernels.py, ops/sample_kernels.py)."""
 _BORDERS = (1, 2, 5, 10, 20, 50, 100, 1000)
 """Microseconds that divide the classes of gaps."""
 _KEPT = 0.2, 0.8

@@ -12,7 +12,7 @@ from penstock.ops.attention import Span
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention, _by_words
 from penstock.ops.codec import CODECS, Codec
 from penstock.ops.codec_triton import cache_write
-from penstock.ops.rope_triton import rope_write
+from penstock.ops.rows_triton import rope_write
 from tests.ops.kernels import close, random, reference
 from tests.ops.test_attention import Case
 from tests.ops.test_attention_triton import built

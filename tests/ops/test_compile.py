@@ -23,7 +23,7 @@ import json, sys
 from contextlib import contextmanager
 import torch
 from penstock.core.device import DeviceFacts
-from penstock.ops import compile, norm_triton, registry, rope_triton
+from penstock.ops import compile, registry, rows_triton
 from penstock.ops.gpu import Chip
 
 CHIP = Chip((9, 0), 132)
@@ -33,7 +33,7 @@ compile.watch()
 def launch(width=64, dtype=torch.bfloat16, rows=(1, 5, 3000)):
     for count in rows:
         x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((count, width), (width,)))
-        norm_triton.add_rms_norm(x, x, weight, 1e-6)
+        rows_triton.add_rms_norm(x, x, weight, 1e-6)
 """
 
 COMPILE = PRELUDE + """
@@ -85,7 +85,7 @@ for rows, graph_tokens in ((16, 0), (16, 256), (1024, 2048)):
         rehearsal.buckets = plain
         new = {(job.kernel, job.data) for job in odd} - {(job.kernel, job.data) for job in jobs}
         found[f"{rows} {graph_tokens} {prefer.get('*', prefer.get('linear', 'triton'))}"] = [
-            sorted({job.module.rpartition(".")[2] for job in jobs}), sorted({name for name, _ in new})]
+            sorted({part for job in jobs for part in (job.module.rpartition(".")[2], job.kernel)}), sorted({name for name, _ in new})]
 print(json.dumps(found))
 """
 
@@ -136,7 +136,7 @@ print(json.dumps(found))
 
 BROKEN = PRELUDE + """
 from pathlib import Path
-job = compile.Job("penstock.ops.norm_kernel", "missing", "{}", Path("nowhere"), "penstock.ops.norm_triton")
+job = compile.Job("penstock.ops.rows_kernels", "missing", "{}", Path("nowhere"), "penstock.ops.rows_triton")
 try:
     compile.Compilation([job], CHIP.capability).finish(registry.bind(FACTS, torch.bfloat16))
 except Exception as error:
@@ -182,7 +182,7 @@ with compile.recording(CHIP) as jobs:
         linear_triton.TritonLinear.apply(empty(rows, 64), one)
     linear_invariant.InvariantLinear.apply(empty(5, 1), Weight(empty(1, 1), 1, 1, torch.bfloat16))
     cache = empty(9, 2, 1, 1, 1)
-    rope_triton.rope_write(*(empty(3, 1, 1) for _ in range(3)), empty(3, dtype=torch.int32), empty(3, dtype=torch.int64),
+    rows_triton.rope_write(*(empty(3, 1, 1) for _ in range(3)), empty(3, dtype=torch.int32), empty(3, dtype=torch.int64),
                            cache[:, 0], cache[:, 1])
 work = compile.Compilation(jobs.values(), CHIP.capability)
 work.finish(registry.bind(FACTS, torch.bfloat16))
@@ -267,12 +267,12 @@ def test_invariant_products_keep_their_sums_in_registers(tmp_path: Path, monkeyp
 
 def test_steps_of_any_size_launch_what_was_rehearsed(tmp_path: Path) -> None:
     found, _ = python(SWEEP, tmp_path)
-    for route, (modules, new) in found.items():
+    for route, (parts, new) in found.items():
         assert new == [], f"{route}: {new} would be compiled after start"
         if "reference" in route:
-            assert modules == []
+            assert parts == []
         else:
-            assert {"norm_kernel", "rope_kernel", "step_kernel", "linear_kernels", "attention_kernel"} <= set(modules), route
+            assert {"normalise", "rope_write", "build_step", "linear_kernels", "attention_kernel"} <= set(parts), route
 
 
 def test_keys_do_not_depend_on_what_came_first(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_rehearsal_is_quick(tmp_path: Path) -> None:
 def test_failure_names_kernel_and_way_out(tmp_path: Path) -> None:
     (kind, message), _ = python(BROKEN, tmp_path)
     assert kind == "ConfigError"
-    for part in ("penstock.ops.norm_kernel.missing", "compute capability 9.0", "AttributeError",
+    for part in ("penstock.ops.rows_kernels.missing", "compute capability 9.0", "AttributeError",
                  "--kernels add_rms_norm=reference", "--kernels rms_norm=reference"):
         assert part in message, message
 

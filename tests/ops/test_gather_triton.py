@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.ops.gather_triton import gather
+from penstock.ops.rows_triton import gather
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import random
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton's kernels are imported)
 
-from penstock.ops.latent_triton import InvariantHeadLinear, LibraryHeadLinear, latent_write
+from penstock.ops.rows_triton import InvariantHeadLinear, LibraryHeadLinear, latent_write
 from tests.ops.kernels import close, random, reference
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.ops import activation_triton, gpu, linear_triton
+from penstock.ops import gpu, linear_triton, rows_triton
 from penstock.ops.activation import ACTIVATIONS, gated
 from penstock.ops.linear_invariant import InvariantLinear, choose
 from penstock.ops.linear_triton import Tile, TritonLinear, launch
@@ -50,7 +50,7 @@ def test_activation_within_a_product(tile: Tile, kind: str) -> None:
     weight = TritonLinear.pack(pair)
     found = launch(tile, x, weight, None, torch.float16, kind)
     apart = launch(tile, x, weight, None, torch.float16)
-    assert torch.equal(found, activation_triton.gated(apart, kind))
+    assert torch.equal(found, rows_triton.gated(apart, kind))
     close(found, gated(x.double() @ pair.double().T, kind), 160 ** 0.5, factor=4)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ops import activation_triton, coded_triton, norm_triton
+from penstock.ops import coded_triton, rows_triton
 from penstock.ops.coded_forms import codes_of
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import close, random
@@ -34,7 +34,7 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytes
     weight = matrix(1, shape[1], dtype, 1)[0]
     for gap, eps, offset in ((0, 1e-6, 0.0), (16, 1e-5, 1.0), (5, 1e-3, 0.0)):
         x = matrix(*shape, dtype, 2, gap)
-        found = norm_triton.rms_norm(x, weight, eps, offset)
+        found = rows_triton.rms_norm(x, weight, eps, offset)
         assert found.is_contiguous()
         close(found, rms(x, weight, eps, offset), factor=2)
 
@@ -46,7 +46,7 @@ def test_add_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for gap in (0, 16, 5):
         x, residual = matrix(*shape, dtype, 2, gap), matrix(*shape, dtype, 3, gap)
         total = x + residual
-        found, stream = norm_triton.add_rms_norm(x, residual, weight, 1e-5, 1.0)
+        found, stream = rows_triton.add_rms_norm(x, residual, weight, 1e-5, 1.0)
         assert torch.equal(stream, total), "the sum is rounded once, to the stream's type"
         close(found, rms(total, weight, 1e-5, 1.0), factor=2)
 
@@ -59,14 +59,14 @@ def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight, bias = matrix(2, shape[1], dtype, 1)
     for added in (bias, None):
         wanted = F.layer_norm(x.double(), (shape[1],), weight.double(), None if added is None else added.double(), 1e-5)
-        close(norm_triton.layer_norm(x, weight, added, 1e-5), wanted, factor=4)
+        close(rows_triton.layer_norm(x, weight, added, 1e-5), wanted, factor=4)
 
 
 def test_heads_and_nothing() -> None:
     x = random(3, 6, 64, seed=1).to(DEVICE)[:, 1:4]
     weight = random(64, seed=2).to(DEVICE)
-    close(norm_triton.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6, 0.0), factor=2)
-    assert norm_triton.rms_norm(x[:0].flatten(1), random(192, seed=3).to(DEVICE), 1e-6).shape == (0, 192)
+    close(rows_triton.rms_norm(x, weight, 1e-6), rms(x, weight, 1e-6, 0.0), factor=2)
+    assert rows_triton.rms_norm(x[:0].flatten(1), random(192, seed=3).to(DEVICE), 1e-6).shape == (0, 192)
 
 
 @pytest.mark.parametrize("scheme", ROUNDED, ids=name)
@@ -77,9 +77,9 @@ def test_codes_for_the_next_product(scheme: Any, monkeypatch: pytest.MonkeyPatch
         x, residual, gain = (matrix(count, k, torch.float16, seed) for seed, count in enumerate((rows, rows, 1)))
         halves = matrix(rows, 2 * k, torch.float16, 4)
         halves[0] = 0
-        for out in (norm_triton.rms_norm(x, gain[0], 1e-5, 0.0, weight),
-                    norm_triton.add_rms_norm(x, residual, gain[0], 1e-5, 1.0, weight)[0],
-                    activation_triton.gated(halves, "silu", weight)):
+        for out in (rows_triton.rms_norm(x, gain[0], 1e-5, 0.0, weight),
+                    rows_triton.add_rms_norm(x, residual, gain[0], 1e-5, 1.0, weight)[0],
+                    rows_triton.gated(halves, "silu", weight)):
             found, plain = codes_of(out, weight), out.clone()
             assert found is not None and codes_of(plain, weight) is None and codes_of(out[:1], weight) is None
             for one, wanted in zip(found, coded_triton.quantized(plain, weight), strict=True):
@@ -89,4 +89,4 @@ def test_codes_for_the_next_product(scheme: Any, monkeypatch: pytest.MonkeyPatch
             with monkeypatch.context() as patch:
                 patch.setattr("penstock.ops.coded_kernels.quantize", None)
                 assert torch.equal(ops.apply(out, weight), wanted)
-    assert codes_of(norm_triton.rms_norm(x, gain[0], 1e-5), weight) is None
+    assert codes_of(rows_triton.rms_norm(x, gain[0], 1e-5), weight) is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from penstock.ops.rope_triton import rope_write
+from penstock.ops.rows_triton import rope_write
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import close, random, reference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.ops.step_triton import build_step
+from penstock.ops.rows_triton import build_step
 from tests.ops.interpreter import DEVICE
 from tests.ops.kernels import reference
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of ops/activation_triton.py, with the functions and the rounding to codes that other kernels inline."""
+"""The Triton kernel of ops/rows_triton.py, with the functions and the rounding to codes that other kernels inline."""
 
 import triton
 import triton.language as tl

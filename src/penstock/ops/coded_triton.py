@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.ops import activation_triton, gpu
+from penstock.ops import gpu, rows_triton
 from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded, codes_of, empty_codes
 from penstock.ops.linear_triton import Tile, parts_of, tickets_of
 from penstock.ops.table import register
@@ -242,7 +242,7 @@ class CodedTriton:
             else:
                 cut = cut or MANY
                 y = launch(cut, codes, scales, weight, bias, dtype, fused)
-        return y if gate is None or fused is not None else activation_triton.gated(y, gate, weight.reader)
+        return y if gate is None or fused is not None else rows_triton.gated(y, gate, weight.reader)
 
     def apply(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from penstock.ops import activation_triton, gpu
-from penstock.ops.gather_triton import gather
+from penstock.ops import gpu, rows_triton
 from penstock.ops.linear import Weight
 from penstock.ops.table import register
 
@@ -214,12 +213,12 @@ class TritonLinear:
         n, k = weight.n // 2, weight.k
         tile = choose(x.shape[0], n, k, True, boxable(x, weight, n)) if suits(x, weight) else None
         if tile is None:
-            return activation_triton.gated(library(x, weight, bias, x.dtype), kind)
+            return rows_triton.gated(library(x, weight, bias, x.dtype), kind)
         return launch(tile, x, weight, bias, x.dtype, kind)
 
     @staticmethod
     def gather(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-        return gather(ids, weight.data)
+        return rows_triton.gather(ids, weight.data)
 
 
 def suits(x: torch.Tensor, weight: Weight) -> bool:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
             "activation", "step", "payload", "messages", "sample", "sample_triton", "lora", "lora_triton", "linear_triton",
-            "linear_invariant", "coded_triton", "routing_triton", "experts_triton", "norm_triton", "rope_triton",
-            "activation_triton", "step_triton", "latent", "latent_triton", "cpu")
+            "linear_invariant", "coded_triton", "experts_triton", "latent", "rows_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 

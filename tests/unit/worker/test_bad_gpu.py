@@ -149,7 +149,7 @@ def test_a_compiler_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_pat
     worker.chmod(0o755)
     monkeypatch.setattr(compile, "_PATIENCE", 0.3)
     monkeypatch.setattr(compile.sys, "executable", str(worker))
-    job = compile.Job("penstock.ops.norm_kernel", "normalise", "{}", tmp_path / "nowhere", "penstock.ops.norm_triton")
+    job = compile.Job("penstock.ops.rows_kernels", "normalise", "{}", tmp_path / "nowhere", "penstock.ops.rows_triton")
     kernels = registry.bind(gpu_facts((7, 0)), torch.bfloat16)
     with pytest.raises(ConfigError, match=r"does not work on compute capability 9\.0: the compiler's process ended"):
         compile.Compilation([job], (9, 0)).finish(kernels)
