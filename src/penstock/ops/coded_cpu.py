@@ -92,7 +92,7 @@ class CodedPile(Loose):
 
 
 class CodedCpu:
-    """MatrixOps (ops/contracts.py) of one library, for the schemes of `NAMES`."""
+    """LinearOps (ops/linear.py) of one library, for the schemes of `NAMES`."""
 
     def __init__(self, owner: CpuOperations) -> None:
         self.owner = owner

@@ -209,7 +209,7 @@ def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias
 
 
 class CodedTriton:
-    """MatrixOps (ops/contracts.py), for any scheme of `NAMES`."""
+    """LinearOps (ops/linear.py), for any scheme of `NAMES`."""
 
     def __init__(self, invariant: bool) -> None:
         self._invariant = invariant

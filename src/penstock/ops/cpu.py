@@ -57,7 +57,7 @@ class _Owned:
 
 
 class CpuLinear(_Owned):
-    """MatrixOps (ops/contracts.py) of one library."""
+    """LinearOps (ops/linear.py) of one library."""
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         lib = self._owner.lib
@@ -93,7 +93,7 @@ class CpuLinear(_Owned):
 
 
 class CpuHeadLinear(_Owned):
-    """HeadMatrixOps (ops/contracts.py) of one library: a product a head, so that a row's bits do not depend on the others."""
+    """HeadLinearOps (ops/latent.py) of one library: a product a head, so that a row's bits do not depend on the others."""
 
     def pack(self, weight: torch.Tensor) -> list[PackedWeight]:
         return [self._owner.linear.pack(one.t()) for one in weight]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from penstock.ops.linear import Weight
+from penstock.ops.linear import LinearOps, Weight
 
 
 class Joined(Weight):
@@ -21,7 +21,7 @@ class Joined(Weight):
         self.ops = JoinedOps(gated)
 
 
-class JoinedOps:
+class JoinedOps(LinearOps):
     """The operation `linear` by the kernels of the members."""
 
     def __init__(self, gated: Callable[[torch.Tensor, str], torch.Tensor]) -> None:

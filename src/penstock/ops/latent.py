@@ -1,5 +1,7 @@
 """The operations of latent attention (MLA) beside attention itself: the write of latents, and products with a matrix a head."""
 
+from typing import Any
+
 import torch
 
 from penstock.ops.norm import rms_norm
@@ -31,11 +33,11 @@ class HeadLinearOps:
     """Products with one matrix a head. The reference; an implementation has these two functions."""
 
     @staticmethod
-    def pack(weight: torch.Tensor) -> torch.Tensor:
+    def pack(weight: torch.Tensor) -> Any:
         """Takes [H, K, N] of any strides, in the model's dtype, to the layout that `apply` reads."""
         return weight
 
     @staticmethod
-    def apply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def apply(x: torch.Tensor, weight: Any, out: torch.Tensor) -> None:
         """out [T, H, N] = x [T, H, K] times the head's matrix, in x's dtype; of any strides, the last 1. Sums are float32."""
         out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))

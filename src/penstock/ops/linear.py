@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from penstock.ops.activation import gated
-from penstock.ops.contracts import MatrixOps
 from penstock.ops.table import register
 
 
@@ -26,7 +25,7 @@ class Weight:
         self.nbytes = data.numel() * data.element_size()
         self.reader: Weight | None = None
         """The matrix that reads the activated product, for kernels that round activations for it on the way."""
-        self.ops: MatrixOps
+        self.ops: LinearOps
         """The kernel that has packed it and reads it; set by `quant/scheme.py::pack`."""
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

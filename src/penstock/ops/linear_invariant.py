@@ -50,7 +50,7 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, boxes: bo
 
 @register("linear", "triton-invariant", rank=5, supports=gpu.supports)
 class InvariantLinear(TritonLinear):
-    """MatrixOps (ops/contracts.py) for any number of rows and any alignment, all by Triton."""
+    """LinearOps (ops/linear.py) for any number of rows and any alignment, all by Triton."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None,

@@ -193,7 +193,7 @@ def library(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, dtype: t
 
 @register("linear", "triton", rank=10, supports=gpu.supports, batch_invariant=False)
 class TritonLinear:
-    """MatrixOps (ops/contracts.py). The order of summation may depend on the number of rows."""
+    """LinearOps (ops/linear.py). The order of summation may depend on the number of rows."""
 
     @staticmethod
     def pack(weight: torch.Tensor) -> Weight:

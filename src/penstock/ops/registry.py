@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.ops import contracts
 from penstock.ops.table import TABLE, Implementation, any_shape
 from penstock.platform.facts import DeviceFacts
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.ops import codec, latent, norm, rope, routing, step
     from penstock.ops.attention import AttentionOps
     from penstock.ops.experts import ExpertsOps
+    from penstock.ops.linear import LinearOps
     from penstock.ops.lora import LoraOps
     from penstock.ops.payload import Payload
     from penstock.ops.sample import SampleOps
@@ -50,13 +50,13 @@ def load() -> None:
 class Kernels:
     """The bound table, with one attribute per operation. The reference says what each takes and returns."""
 
-    linear: contracts.PlainOps
+    linear: LinearOps
     """For plain matrices; `linear_for` says which serves another scheme."""
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""
     payload: Payload
     messages: Callable[[int], int]
-    head_linear: contracts.HeadMatrixOps
+    head_linear: latent.HeadLinearOps
     attention: AttentionOps
     lora: LoraOps
     sample: SampleOps
@@ -83,8 +83,11 @@ class Kernels:
             setattr(self, op, implementation.call)
 
     def linear_for(self, scheme: str, n: int, k: int) -> Any:
-        """The kernel of an [n, k] matrix stored by that scheme: the best that is registered as `linear` (plain, PlainOps) or
-        `linear.<scheme>` (StoredOps) and serves that shape. None if nothing does; a plain matrix of any shape is served."""
+        """The kernel of an [n, k] matrix stored by that scheme: the best that is registered as `linear` (plain) or
+        `linear.<scheme>` and serves that shape. None if nothing does; a plain matrix of any shape is served.
+
+        One of a scheme has the functions of LinearOps, but its `pack(scheme, parts, shape, dtype)` takes the matrix of `shape`
+        as a `quant/scheme.py::Scheme` stores it: its parts on the device, which may be kept, for activations of `dtype`."""
         if scheme == "plain" and self.chosen["linear"].fits(n, k):
             return self.linear
         found = self._linear_for(scheme, n, k)
