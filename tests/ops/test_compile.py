@@ -85,7 +85,8 @@ for rows, graph_tokens in ((16, 0), (16, 256), (1024, 2048)):
         rehearsal.buckets = plain
         new = {(job.kernel, job.data) for job in odd} - {(job.kernel, job.data) for job in jobs}
         found[f"{rows} {graph_tokens} {prefer.get('*', prefer.get('linear', 'triton'))}"] = [
-            sorted({part for job in jobs for part in (job.module.rpartition(".")[2], job.kernel)}), sorted({name for name, _ in new})]
+            sorted({part for job in jobs for part in (job.module.rpartition(".")[2], job.kernel)}),
+            sorted({name for name, _ in new})]
 print(json.dumps(found))
 """
 
