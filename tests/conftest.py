@@ -30,6 +30,7 @@ LONG = ("system", "hostile", "simulate", "models", "ops")
 """Folders whose files take long, the longest first. The short ones come last, so that no process ends long after the others."""
 
 
+@pytest.hookimpl(optionalhook=True)  # clients of other interpreters have no xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than cores: tests that wait for processes or for a deadline leave a core idle."""
     return len(os.sched_getaffinity(0)) + 1
