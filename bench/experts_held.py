@@ -1,6 +1,7 @@
 """Decoding of a mixture over the part of its experts that the card holds: tokens a second, hit rate and PCIe's share.
 
 usage: experts_held.py [--held 128,64,43,16] [--quantization fp8] [--layers 8] [--seconds S] [--output FILE.jsonl]
+       experts_held.py --draw FILE.jsonl FILE.svg
 
 The shape is that of 30B-A3B with fewer layers; weights are random, tokens are drawn at temperature 1, so that picks are nearly
 even: the hardest case for experts in host memory. Each engine is measured with the CPU's part, if it has one, and, its graphs
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fixed import SHAPES, write
+from penstock.cli.bench.drawing import COLOURS, Axis, Box, Line, legend, panel, picture, rounded
 from penstock.config.schema import EngineOptions
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
@@ -183,6 +185,29 @@ class Held:
         torch.cuda.empty_cache()
 
 
+def drawn(lines: list[dict[str, Any]]) -> str:
+    """Three panels over the experts held: the rate beside that of all on the card, hit rate, PCIe's share. Full lines are with
+    the CPU's part, dashed ones by fetching alone."""
+    most = max(line["held"] for line in lines)
+    whole = {line["sequences"]: line["tokens_s"] for line in lines if line["held"] == most}
+    panels = (("tokens/s, of all on the card", lambda line: line["tokens_s"] / whole[line["sequences"]]),
+              ("hit rate", lambda line: line.get("hit_rate", 1.0)),
+              ("PCIe's share of its rate", lambda line: line.get("pcie_share", 0.0)))
+    parts, drawn_lines = list[str](), list[Line]()
+    for place, (title, value) in enumerate(panels):
+        drawn_lines = []
+        for batch, colour in zip(whole, COLOURS, strict=False):
+            for cpu, name in ((True, f"{batch} sequences"), (False, f"{batch}, by fetching alone")):
+                points = sorted((line["held"] / most, value(line)) for line in lines
+                                if line["sequences"] == batch and (line["cpu"] == cpu or line["held"] == most))
+                drawn_lines.append(Line(name, points, colour, not cpu))
+        x, y = Axis([0.0, 0.25, 0.5, 0.75, 1.0]), rounded([0.0, *(number for one in drawn_lines for _, number in one.points)])
+        parts += panel(Box(60 + place * 340, 40, 270, 260), title, x, y, drawn_lines, below="part of the experts on the card")
+    parts += legend(60, 360, drawn_lines[::2], across=190, down=0)
+    parts += legend(60, 380, drawn_lines[1::2], across=190, down=0)
+    return picture(1030, 395, parts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held", default="128,43,64,16", help="experts of each layer on the card, one part for each")
@@ -190,7 +215,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=140.0, help="no part begins later")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--draw", nargs=2, metavar=("FILE.jsonl", "FILE.svg"), type=Path, help="draw earlier runs")
     args = parser.parse_args()
+    if args.draw:
+        args.draw[1].write_text(drawn([json.loads(line) for line in args.draw[0].read_text().splitlines()]))
+        return 0
     shape = SHAPES["qwen30b_a3b"] | {"num_hidden_layers": args.layers}
     began, link = time.perf_counter(), link_bytes_per_second()
     print(f"pinned memory to the card: {link / 1e9:.1f} GB/s", flush=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import experts_held
-from experts_held import Counted, Held, counted
+from experts_held import Counted, Held, counted, drawn
 
 
 def test_what_a_step_does() -> None:
@@ -34,3 +34,12 @@ def test_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line["tokens_s"] == pytest.approx(4000) and line["all"] == [3000.0, 5000.0] and line["step_ms"] == pytest.approx(2.0)
     assert line["hit_rate"] == 12 / 32 and line["cpu_picks"] == 2 / 32 and line["fetched_a_layer"] == 6
     assert line["pcie_gb_s"] == pytest.approx(6 * 2 * 1000 / 2e-3 / 1e9) and line["pcie_share"] == pytest.approx(0.25)
+
+
+def test_the_curve_is_drawn() -> None:
+    """Two parts of the experts, with the CPU and without, and all: three panels, with a line for each number of sequences."""
+    held = [{"held": held, "cpu": cpu, "sequences": batch, "tokens_s": 100.0 * batch * held, "hit_rate": held / 8,
+             "pcie_share": 0.5} for held in (2, 4) for cpu in (True, False) for batch in (1, 8)]
+    whole = [{"held": 8, "cpu": False, "sequences": batch, "tokens_s": 1600.0 * batch} for batch in (1, 8)]
+    found = drawn(held + whole)
+    assert found.count("<polyline") == 3 * 2 * 2 and "hit rate" in found and "8, by fetching alone" in found
