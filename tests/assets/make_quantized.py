@@ -1,6 +1,7 @@
 """Makes tests/assets/quantized: one tiny Llama, quantized by the packages that people use. Not run by tests.
 
     pip install compressed-tensors bitsandbytes accelerate torchao hqq auto-round nvidia-modelopt scipy
+    pip install llmcompressor gptqmodel amd-quark
     python tests/assets/make_quantized.py OUT [canary]
 
 Beside each model, expected.json has the SHA-256 of every matrix as the package itself dequantizes it, and transformers' greedy
@@ -263,8 +264,110 @@ def modelopt(out: Path) -> None:
         expect(folder, "nvidia-modelopt", matrices, plain)
 
 
+def with_words(out: Path) -> tuple[Path, list[list[int]]]:
+    """The plain model with a tokenizer, which some packages ask for, and rows of tokens to calibrate with."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(CONFIG["vocab_size"])}, unk_token="t0"))
+    model().save_pretrained(out / "plain")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t2", eos_token="t2", bos_token="t1",
+                            unk_token="t0").save_pretrained(out / "plain")
+    return out / "plain", torch.randint(3, CONFIG["vocab_size"], (8, 32), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def llm_compressor(out: Path) -> None:
+    """The matrices are those that transformers decompresses."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from transformers import CompressedTensorsConfig
+
+    plain, ids = with_words(out)
+    given = {"dataset": Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * 32] * len(ids)}),
+             "num_calibration_samples": len(ids), "max_seq_length": 32}
+    pairs = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "lc-fp8-dynamic": (QuantizationModifier, {"scheme": "FP8_DYNAMIC"}),
+        "lc-fp8-block": (QuantizationModifier, {"scheme": "FP8_BLOCK"}),
+        "lc-fp8-kv": (QuantizationModifier, {"scheme": "FP8", "kv_cache_scheme": pairs}),
+        "lc-w4a16": (GPTQModifier, {"scheme": "W4A16"}), "lc-w8a8": (GPTQModifier, {"scheme": "W8A8"}),
+        "lc-w4a16-zeros": (QuantizationModifier, {"scheme": "W4A16_ASYM"}),
+        "lc-nvfp4": (QuantizationModifier, {"scheme": "NVFP4"}), "lc-mxfp4": (QuantizationModifier, {"scheme": "MXFP4A16"})}
+    for name, (modifier, values) in kinds.items():
+        made = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+        oneshot(model=made, recipe=modifier(targets="Linear", ignore=["lm_head"], **values), **given)
+        made.save_pretrained(out / name, save_compressed=True)
+        (out / name / "recipe.yaml").unlink(missing_ok=True)
+        read = AutoModelForCausalLM.from_pretrained(
+            out / name, quantization_config=CompressedTensorsConfig(run_compressed=False), dtype=torch.bfloat16)
+        expect(out / name, "llmcompressor", linears(read), plain_of(read))
+
+
+def gptqmodel(out: Path) -> None:
+    """The matrices are those that its own layers dequantize in float16, as their scales are."""
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    plain, ids = with_words(out)
+    kinds: dict[str, dict[str, Any]] = {
+        "gm-gptq": {"group_size": 128, "desc_act": False, "sym": True},
+        "gm-gptq-act": {"group_size": 32, "desc_act": True, "sym": True},
+        "gm-gptq-zeros": {"group_size": 64, "desc_act": False, "sym": False},
+        "gm-gptq-v2": {"group_size": 64, "desc_act": False, "sym": False, "format": "gptq_v2"},
+        "gm-awq": {"group_size": 64, "sym": False, "method": "awq", "format": "gemm"}}
+    for name, given in kinds.items():
+        config = QuantizeConfig(bits=4, **given, offload_to_disk=False, pack_impl="original")
+        made = GPTQModel.load(str(plain), config, dtype=torch.float16)
+        made.quantize([{"input_ids": one, "attention_mask": [1] * len(one)} for one in ids], batch_size=1)
+        made.save(str(out / name))
+        stored = load_file(out / name / "model.safetensors")
+        if "awq" in name:
+            names = [at.removesuffix(".qweight") for at in stored if at.endswith(".qweight")]
+            matrices = {f"{at}.weight": dequantize_gemm(*(stored[f"{at}.{part}"] for part in ("qweight", "qzeros", "scales")),
+                                                        4, given["group_size"]).T.contiguous() for at in names}
+        else:
+            back = GPTQModel.load(str(out / name), device="cpu", dtype=torch.float16, backend=BACKEND.GPTQ_TORCH)
+            matrices = {f"{at}.weight": part.dequantize_weight().T.contiguous()
+                        for at, part in back.model.named_modules() if hasattr(part, "dequantize_weight")}
+        for extra in ("quant_log.csv", "quantize_config.json", "tokenizer.json", "tokenizer_config.json"):
+            (out / name / extra).unlink(missing_ok=True)
+        computed = model().float()
+        rest = {at: tensor for at, tensor in stored.items() if at in computed.state_dict()}  # AWQ changes norms too
+        computed.load_state_dict({**computed.state_dict(), **rest, **matrices})
+        expect(out / name, "gptqmodel", matrices, computed)
+
+
+def quark(out: Path) -> None:
+    """The matrices are those that its own quantizers make of the plain ones."""
+    from quark.torch import ModelQuantizer, export_safetensors
+    from quark.torch.quantization.config import config as q
+
+    plain, ids = with_words(out)
+    fp8 = q.FP8E4M3PerTensorSpec(observer_method="min_max", is_dynamic=False)
+    rows = q.Int8PerChannelSpec(symmetric=True, scale_type="float", round_method="half_even", ch_axis=0, is_dynamic=False)
+    kinds = {"quark-fp8": (fp8, fp8), "quark-int8": (rows, None),
+             "quark-mxfp4": (q.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False), None),
+             "quark-fp8-channel": (q.FP8E4M3PerChannelSpec(is_dynamic=False, ch_axis=0),
+                                   q.FP8E4M3PerChannelSpec(is_dynamic=True, ch_axis=1))}
+    for name, (weight, inputs) in kinds.items():
+        made = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+        layer = q.QLayerConfig(weight=weight.to_quantization_spec(), input_tensors=inputs and inputs.to_quantization_spec())
+        quantizer = ModelQuantizer(q.QConfig(global_quant_config=layer, exclude=["lm_head"]))
+        made = quantizer.freeze(quantizer.quantize_model(made, [torch.tensor([one]) for one in ids]))
+        matrices = {f"{at}.weight": part._weight_quantizer(part.weight).detach()
+                    for at, part in made.named_modules() if hasattr(part, "_weight_quantizer")}
+        export_safetensors(made, str(out / name), custom_mode="quark")
+        for extra in ("tokenizer.json", "tokenizer_config.json"):
+            (out / name / extra).unlink(missing_ok=True)
+        computed = model()
+        computed.load_state_dict({**computed.state_dict(), **matrices})
+        expect(out / name, "amd-quark", matrices, computed)
+
+
 if __name__ == "__main__":
     OUT = Path(sys.argv[1])
     OUT.mkdir(parents=True, exist_ok=True)
-    for make in (compressed, bitsandbytes, torchao, hqq, auto_round, modelopt) if "canary" not in sys.argv else (canary,):
+    for make in (compressed, bitsandbytes, torchao, hqq, auto_round, modelopt, llm_compressor, gptqmodel,
+                 quark) if "canary" not in sys.argv else (canary,):
         make(OUT)
