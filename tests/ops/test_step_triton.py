@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.ops.rows_triton import build_step
+from penstock.ops.rows_triton import bring, build_step
 from tests.ops.interpreter import DEVICE
 from tests.ops.kernels import reference
 
@@ -18,6 +18,17 @@ CASES = [
     (600, 5, 2, 1, [1, 2, 3] * 190, 0, 0),
     (2, 9000, 8, 1, [1, 1], 0, 0),
 ]
+
+
+@pytest.mark.parametrize("size", [1, 512, 1700])
+def test_bring(size: int) -> None:
+    """The first words alone arrive, and those that the host has now."""
+    host = torch.zeros(2048, dtype=torch.int32, pin_memory=DEVICE.type == "cuda")
+    there = torch.full((2048,), -1, dtype=torch.int32, device=DEVICE)
+    for turn in (1, 2):
+        host += torch.arange(2048, dtype=torch.int32)
+        bring(host[:size], there[:size])
+        assert torch.equal(there[:size].cpu(), turn * torch.arange(size, dtype=torch.int32)) and (there[size:] == -1).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}x{case[1]}")

@@ -70,6 +70,7 @@ class Kernels:
         latent_write = staticmethod(latent.latent_write)
         route = staticmethod(routing.route)
         build_step = staticmethod(step.build_step)
+        bring = staticmethod(step.bring)
         gated = staticmethod(activations.gated)
         activation = staticmethod(activations.activation)
 

@@ -252,6 +252,13 @@ def route(logits, correction, picks, weights, counts, live, experts: tl.constexp
         tl.atomic_add(counts + found, tl.full((slots,), 1, tl.int64), mask=there, sem="relaxed")
 
 
+@triton.jit(do_not_specialize=("size",))
+def bring(host, there, size, block: tl.constexpr):
+    """there [size] = host [size], which the host may have changed since the last kernel."""
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(there + at, tl.load(host + at, mask=at < size, cache_modifier=".cv"), mask=at < size)
+
+
 @triton.jit(do_not_specialize=("segments", "tokens", "columns", "halvings", "pieces", "known_row", "table_row", "cut_row"))
 def build_step(known, row, start, query_start, tables, tokens_out, positions_out, tables_out, slots_out, segments, tokens,
                columns, halvings, pieces, known_row, table_row, cut_row, page: tl.constexpr, block: tl.constexpr,

@@ -220,8 +220,19 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, routing_: Routi
 
 _STEPPED = 128
 """Tokens a program."""
+_WORDS = 512
+"""Words of the step's array a program."""
 _PIECES = 4
 """The most programs that share a row of a block table."""
+
+
+@register("bring", "triton", rank=10, supports=gpu.supports)
+def bring(host: torch.Tensor, there: torch.Tensor) -> None:
+    """By a kernel that reads the host's memory: behind a graph, the call of a copy returns only when the graph has nearly run,
+    so that the next graph comes late; and copies queue behind the loads of pages."""
+    from penstock.ops.rows_kernels import bring as kernel  # Triton: heavy, and not everywhere
+
+    kernel[(-(-len(there) // _WORDS),)](host, there, len(there), block=_WORDS, num_warps=4)
 
 
 @register("build_step", "triton", rank=10, supports=gpu.supports)

@@ -23,6 +23,12 @@ class StepTensors:
     """[T] int64: page id x page size + offset."""
 
 
+@register("bring", "reference", rank=0)
+def bring(host: torch.Tensor, there: torch.Tensor) -> None:
+    """Enqueues a copy of int32 host [N], pinned if the device is a GPU, to there [N]."""
+    there.copy_(host, non_blocking=True)
+
+
 @register("build_step", "reference", rank=0, capturable=False)
 def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
                query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors:

@@ -40,7 +40,7 @@ class Adapters:
         """Slots whose adapters change the model's ends, or what is apart."""
         self._used = False
         """Whether a slot was ever filled."""
-        self._staging = {captured: Staging(torch.int32, device) for captured in (False, True)}
+        self._staging = {captured: Staging(device) for captured in (False, True)}
         self._last: dict[bool, tuple[list[tuple[bytes, int]], list[LowRankDelta]]] = {}
         """The last result of `_grouped` for a captured step and for another: decode steps of the same rows are grouped once."""
 

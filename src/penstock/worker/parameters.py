@@ -1,7 +1,7 @@
 """Sampling parameters of the rows: a table on the device, which the kernels read, and the host's copy for launching them."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from penstock.core.plan import Enter, Ints
 from penstock.core.sampling import SamplingParams
 from penstock.ops.noise import seed_key
 from penstock.ops.sample_table import EDIT_WIDTH, WIDTH, Column, Edit, Feature
+from penstock.ops.step import bring
 from penstock.worker.staging import Staging
 
 _EVER = 2**31 - 1
@@ -18,15 +19,15 @@ _EVER = 2**31 - 1
 class Parameters:
     """`table` [rows, WIDTH] and `lists` [N] are inputs of `ops/sample.py`. `table` stays at its address, `lists` may move."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, bring: Callable[..., None] = bring) -> None:
         self._host = np.zeros((rows, WIDTH), np.int32)
         self.table = torch.from_numpy(self._host).to(device)
         """On a CPU, the host's own memory."""
         self.lists = torch.zeros(0, dtype=torch.int32, device=device)
         self.features = self._host[:, Column.FEATURES]
         self._params: dict[int, SamplingParams] = {}
-        self._lines = Staging(torch.int32, device)
-        self._words = Staging(torch.int32, device)
+        self._lines = Staging(device, bring)
+        self._words = Staging(device, bring)
         self._blocks: dict[int, Ints] = {}
         """The rows' contents of `lists`, for rows that have any."""
         self._end = 0

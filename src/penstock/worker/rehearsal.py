@@ -177,6 +177,7 @@ def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[t
         found = one.ops.prepare(one.geometry, counts, contexts, segments, tokens, library[-1])
         work.append(None if found is None else ints(len(found)))
     query_start, context = ints(segments + 1), ints(segments)
+    model.kernels.bring(ints(segments), query_start[:segments])
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
                                      tables[0].shape[1])
     groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]

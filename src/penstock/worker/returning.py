@@ -20,7 +20,7 @@ class Returning:
 
     def __init__(self, pipe: Pipe, rows: Rows) -> None:
         self._pipe, self._rows = pipe, rows
-        self._places = Staging(torch.int32, rows.device)
+        self._places = Staging(rows.device, rows.bring)
         self._expected: deque[tuple[Ints, Ints]] = deque()
         """(rows, positions) of the tokens of each step that have not been taken in."""
 

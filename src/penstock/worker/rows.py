@@ -3,10 +3,13 @@
 A row is an index into every table here. Tokens live on the device, so that a step can be planned before the tokens of the
 previous step are known. The host decides pages and parameters, keeps them in host arrays, and copies changes to the device."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from penstock.core.plan import Enter, Ints, StepPlan
+from penstock.ops.step import bring
 from penstock.worker.parameters import Parameters
 from penstock.worker.sharing import Sharing
 from penstock.worker.staging import Staging
@@ -16,9 +19,9 @@ class Rows:
     """Tables for `max_num_seqs` rows of up to `max_model_len` tokens."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, page: int, groups: int, device: torch.device,
-                 watched: int | None = None) -> None:
-        """`watched`: the cache group whose block table is searched for shared prefixes."""
-        self.device = device
+                 watched: int | None = None, bring: Callable[..., None] = bring) -> None:
+        """`watched`: the cache group whose block table is searched for shared prefixes. `bring`: as in ops/step.py."""
+        self.device, self.bring = device, bring
         self.tokens = torch.zeros((max_num_seqs, max_model_len), dtype=torch.int32, device=device)
         """[row, position]; positions at and beyond the row's length hold drafts, or anything."""
         self.length = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -32,9 +35,9 @@ class Rows:
         """Device block tables; on a CPU they share memory with `tables`."""
         self.sharing = Sharing(self.tables[watched], page) if watched is not None else None
         self._watched = watched
-        self._known = Staging(torch.int32, device)
-        self._edits = Staging(torch.int32, device)
-        self.parameters = Parameters(max_num_seqs, device)
+        self._known = Staging(device, bring)
+        self._edits = Staging(device, bring)
+        self.parameters = Parameters(max_num_seqs, device, bring)
         self.labels: dict[int, list[int]] = {}
         """The logits that pooled rows report, as `Enter.labels`."""
 

@@ -105,10 +105,10 @@ class Sampler:
         self._model = model if model is not None and model.group is not None else None
         self._capturable = capturable
         self._rows = rows
-        self._staging = Staging(torch.int32, rows.device)
+        self._staging = Staging(rows.device, rows.bring)
         self._staging.reserve(3 * len(rows.tokens))
-        self._bits = Staging(torch.int32, rows.device)
-        self._room = Staging(torch.int32, rows.device)
+        self._bits = Staging(rows.device, rows.bring)
+        self._room = Staging(rows.device, rows.bring)
         self._given: Ints | None = None
         """The host buffer of `_room` that `mask_room` gave away last."""
         self._outbox = Outbox(len(rows.tokens), torch.int32) if rows.device.type == "cuda" else None

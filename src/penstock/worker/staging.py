@@ -1,31 +1,34 @@
 """Staging buffers for small arrays between host and device: pinned memory with a GPU, plain memory on a CPU."""
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.core.plan import MOST_DEPTH
+from penstock.ops.step import bring
 
 _SLOTS = MOST_DEPTH + 1
 """Host buffers per device buffer: more than the plans that can be in flight."""
 
 
 class Staging:
-    """One device buffer, refilled each step from one of several host buffers, as a copy may still read the last one."""
+    """One device buffer of int32, refilled each step from one of several host buffers: the last one may still be read."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
+    def __init__(self, device: torch.device, bring: Callable[..., None] = bring) -> None:
+        """`bring`: as in ops/step.py."""
+        self._bring = bring
         self._device = device
-        self._there = torch.empty(0, dtype=dtype, device=device)
+        self._there = torch.empty(0, dtype=torch.int32, device=device)
         self._slots: deque[_Slot] = deque()
 
     def reserve(self, size: int) -> None:
         """Makes the buffer at least `size` elements long. It moves, so captured graphs must come later."""
         if size <= len(self._there):
             return
-        self._there = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._there = torch.empty(size, dtype=torch.int32, device=self._device)
         count = 1 if self._device.type == "cpu" else _SLOTS
         self._slots = deque(_Slot(size, self._there) for _ in range(count))
 
@@ -44,7 +47,7 @@ class Staging:
         slot = self._slots[0]
         if slot.copied is None:
             return
-        self._there[:size].copy_(slot.memory[:size], non_blocking=True)
+        self._bring(slot.memory[:size], self._there[:size])
         slot.copied.record()
 
     def device(self, size: int) -> torch.Tensor:

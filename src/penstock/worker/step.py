@@ -115,7 +115,7 @@ class StepBuilder:
         self._works = list(model.works)
         self._sharing = [work.ops.shares(work.geometry) for work in self._works]
         self._parts: dict[Bucket, Parts] = {}
-        self._staging = Staging(torch.int32, rows.device)
+        self._staging = Staging(rows.device, rows.bring)
         self._columns = rows.tables[0].shape[1]
         self._captured = captured
         self.fits = rows.device.type == "cuda"

@@ -214,7 +214,8 @@ class Worker:
         model, layout = self.model, self.layout
         # Only full-attention layers share prefixes, and all of them are in one cache group.
         watched = {work.group for work in model.works if work.ops.shares(work.geometry)}
-        self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None))
+        self.rows = Rows(max_num_seqs, max_model_len, layout.page, len(layout.groups), device, next(iter(watched), None),
+                         model.kernels.bring)
         self.runner = Runner(model, self.rows, layout.page)
         self.runner.adapters = self.adapters = Adapters(max_num_seqs, self._slabs, model.kernels.lora, device)
         self.sampler = Sampler(model.kernels.sample, self.rows, model.kernels.chosen["sample"].capturable, model)
