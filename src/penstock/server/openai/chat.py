@@ -73,6 +73,8 @@ class ChatCompletion(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[msgspec.Raw | None] | None = None
     kv_transfer_params: None = None
+    metadata: None = None
+    moderation: None = None
     ledger: dict[str, Any] | UnsetType = UNSET
 
 
