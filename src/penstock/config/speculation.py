@@ -46,7 +46,7 @@ class Speculation:
     """Folder or hub id of the draft model or head."""
     tokens: int = _TOKENS
     """The most tokens drafted at once for a sequence."""
-    longest: int = 4
+    longest: int = 16
     """n-gram: the most tokens that must agree; longer agreements do not count more."""
     shortest: int = 2
     """n-gram: the fewest tokens that must agree."""

@@ -4,13 +4,14 @@ Prompt lookup decoding (Saxena 2023). It pays where answers repeat their prompt:
 the device, so that it works on tokens that the host does not know yet."""
 
 import torch
+import torch.nn.functional as F
 
 from penstock.core.plan import Ints
 from penstock.worker.drafting import Drafter, Drafting, places_of
 
 _CELLS = 1 << 20
-"""Tokens that are searched at once, which bounds the memory that it takes."""
-SCRATCH = 48 * _CELLS
+"""Tokens that are searched at once for agreements of up to 16, which bounds the memory that it takes."""
+SCRATCH = 64 * _CELLS
 """Bytes of it."""
 
 
@@ -31,7 +32,7 @@ class NGram(Drafter):
         if not len(drafting.segments):
             return
         width = int(drafting.plan.starts[drafting.segments].max()) + 1
-        most = max(1, _CELLS // (width + self.beside(drafting.row[:0])[0].shape[1]))
+        most = max(1, _CELLS // (width + self.beside(drafting.row[:0])[0].shape[1]) // -(-self._longest // 16))
         for at in range(0, len(drafting.count), most):
             part = slice(at, at + most)
             self._propose(drafting.rows.tokens, drafting.row[part].long(), drafting.length[part].long(), drafting.count[part],
@@ -49,14 +50,12 @@ class NGram(Drafter):
         known = torch.cat((own, others.to(own.dtype)), 1)
         total = known.shape[1]
         column = torch.arange(total, device=known.device)
-        alive = torch.cat((column[:width] < last, seen), 1)
-        agreed = torch.zeros(known.shape, dtype=torch.int64, device=known.device)
-        for back in range(self._longest):
-            token = own.gather(1, (last - back).clamp(min=0))
-            equal = torch.zeros_like(alive)
-            equal[:, back:] = known[:, :total - back] == token
-            alive = alive & equal
-            agreed += alive
+        # The row's last tokens beside those up to each place: the newest that differs ends the agreement.
+        back = torch.arange(self._longest - 1, -1, -1, device=known.device)
+        tail = own.gather(1, (last - back).clamp(min=0)).masked_fill(back > last, -2)
+        differs = F.pad(known, (self._longest - 1, 0), value=-1).unfold(1, self._longest, 1) != tail[:, None]
+        agreed = self._longest - (differs * (self._longest - back).to(torch.uint8)).amax(2).long()
+        agreed = torch.where(torch.cat((column[:width] < last, seen), 1), agreed, 0)
         best, _ = torch.where(agreed >= self._shortest, agreed * total + column, -1).topk(min(self.voters, total), 1)
         end = best % total
         # A continuation that reaches the row's end goes on from its beginning, as if the text were periodic.
