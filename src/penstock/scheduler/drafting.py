@@ -27,8 +27,8 @@ class DraftPolicy:
         self.most = most
 
     def begin(self, rows: int) -> int:  # noqa: ARG002
-        """Called before a step of about so many sequences is planned. Returns the most drafts of a sequence in it; 0: the
-        drafter rests, and no count is asked for."""
+        """Called before a step of about so many sequences is planned. Returns the number of drafts that they have on average;
+        0: the drafter rests, and no count is asked for."""
         return self.most
 
     def count(self, sequence: Sequence) -> int:  # noqa: ARG002 (other policies look at it)
@@ -104,10 +104,11 @@ class Adaptive(DraftPolicy):
     tried again, the seldomer the worse it was, and only if what trials lose stays a small part of the time: a new number's loss
     is foreseen by the model of step time. A number of sequences far from all known ones begins without drafts.
 
-    Where no drafts pay the drafter rests (many sequences, a CPU). With R tokens a second and c seconds for each further
-    position, a sequence whose drafts are kept less often than others' has a j-th one only if a^j is above R * c, where a is
-    its own acceptance; c is that of the model of step time. Where the drafter itself says how likely its drafts are kept, that
-    of a sequence's newest drafts takes the place of a, and decides for every sequence."""
+    Where no drafts pay the drafter rests (many sequences, a CPU). That number for each sequence is the common budget of a step,
+    which is divided by how likely drafts are kept. With R tokens a second and c seconds for each further position, a sequence
+    whose drafts are kept far less often than others' has a j-th one only if a^j is above R * c, where a is its own acceptance;
+    c is that of the model of step time. Where the drafter itself says how likely its drafts are kept, that of a sequence's
+    newest drafts takes the place of a, and decides for every sequence."""
 
     def __init__(self, most: int, times: StepTime, whole: bool = False) -> None:
         """`whole`: drafts are trees, which are drafted as a whole or not at all."""
@@ -123,6 +124,13 @@ class Adaptive(DraftPolicy):
         """The number of drafts, in how many steps behind the one planned last, and whether that one follows a rest."""
         self._bar = 0.0
         """The probability of being kept above which a token is drafted; 0 before anything is known."""
+        self._told: list[float] = []
+        """The acceptances of the sequences that were asked for in the newest step."""
+        self._trust, self._least, self._longest = 0.0, 0.0, 0
+        """The part of a sequence's distance from the average that is its own, not chance; the probability that the budget's
+        last draft is kept; and the most drafts of a sequence."""
+        self._pass = 0.0
+        """Seconds of the drafter's part in one draft more of every sequence."""
 
     def _expected(self, drafts: int) -> float:
         """Tokens that a step with so many drafts gives a sequence."""
@@ -137,6 +145,7 @@ class Adaptive(DraftPolicy):
             self._drafts = self._choice(rows)
             self._left = _HOLD if one.seconds[self._drafts] else _FIRST
         self._reads = before == 0 < self._drafts
+        self._allot(one.seconds[self._drafts])
         one.tried[self._drafts] = one.steps
         self._left -= 1
         return self._drafts
@@ -170,6 +179,7 @@ class Adaptive(DraftPolicy):
                           "on" if best else "off", rows, rates[pays] * rows, pays, rates[0] * rows)
         self.reads_prompts = best > 0 or len(known) == 1
         self._bar = self._times.slope(rows * (1 + best)) * float(rates[best]) * rows
+        self._pass = max(0.0, (float(within[best]) - seconds[0]) / max(1, best) - position)
         ages = np.array([one.steps - tried for tried in one.tried])
         ages[-1] *= 1 if one.tried[-1] else _UNKNOWN
         # Seconds that a step loses against the best number: as far as measured times tell, and at the least, beyond them.
@@ -179,6 +189,25 @@ class Adaptive(DraftPolicy):
                     key=(rates * favour * (1 + _AGE * ages)).__getitem__)
         one.trials[found] += _HOLD * (found != best)
         return found
+
+    def _allot(self, seconds: float) -> None:
+        """Divides the drafts that all sequences have together, as many as if each had `_drafts`, by how likely they are kept:
+        greedily, which is best where each costs as much as another. Longer chains take further passes of the drafter, of which
+        there are as many as pay. `seconds`: of a step with `_drafts` for each; 0: never measured."""
+        own, self._told, drafts = np.array(self._told), [], self._drafts
+        self._trust, self._least, self._longest = 0.0, 0.0, drafts
+        if not drafts or len(own) < 2 or not seconds or self.whole:
+            return
+        # The variance of a moving average of outcomes that are all equally likely, and what it may seem among so many.
+        chance = self._accepted * (1 - self._accepted) * _WEIGHT / (2 - _WEIGHT) * (1 + math.sqrt(2 / len(own)))
+        self._trust = max(0.0, 1 - chance / max(float(own.var()), 1e-9))
+        kept = (self._accepted + self._trust * (own - self._accepted))[:, None] ** np.arange(1, self.most + 1)
+        best = 0.0
+        for longest in range(drafts, self.most + 1):
+            chosen = np.sort(kept[:, :longest], axis=None)[-drafts * len(own):]
+            rate = (len(own) + chosen.sum()) / (seconds + (longest - drafts) * self._pass)
+            if rate > best * (_BETTER if longest > drafts else 1):
+                best, self._least, self._longest = rate, (1 - 1e-6) * float(chosen[0]) * (longest > drafts), longest
 
     def _known(self, rows: int) -> tuple[dict[int, float], list[float]]:
         """Seconds of steps of so many sequences by drafts, ascending: on a line over the numbers of sequences at which they
@@ -205,12 +234,17 @@ class Adaptive(DraftPolicy):
         # Behind a rest the drafter first reads: drafts follow from what was read last.
         if self._reads:
             return 0
-        if self.whole or (not chances and (accepted is None or accepted >= _BELOW * self._accepted)):
+        bar, own = self._bar, self._accepted if accepted is None else accepted
+        if not chances:
+            self._told.append(own)
+            if own >= _BELOW * self._accepted:
+                bar, own = self._least, self._accepted + self._trust * (own - self._accepted)
+        if self.whole:
             return self._drafts
-        each = chances or [accepted or 0.0]
-        survival: Iterable[float] = accumulate((each[min(place, len(each) - 1)] for place in range(self._drafts)), mul)
+        each = chances or [own]
+        survival: Iterable[float] = accumulate((each[min(place, len(each) - 1)] for place in range(self._longest)), mul)
         # Nothing would be heard of a sequence without drafts: now and then it has one.
-        return max(not self._left, sum(chance > self._bar for chance in survival))
+        return max(not self._left, sum(chance > max(bar, self._least) for chance in survival))
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         # Drafts behind the first wrong one were never tried.

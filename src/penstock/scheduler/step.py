@@ -43,7 +43,7 @@ class InFlight:
     held: bool = False
     """Whether the next step is planned when this one has ended, so that short prompts that come meanwhile are in it."""
     drafting: int = 0
-    """The most drafts of a sequence, as the draft policy has it; 0: the drafter rests."""
+    """The drafts of a sequence on average, as the draft policy has it; 0: the drafter rests."""
     rests: bool = False
     """As `StepPlan.rests`."""
     limit: str = ""

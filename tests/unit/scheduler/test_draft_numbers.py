@@ -69,7 +69,7 @@ class Batches:
         return (prompts * POSITION + (length - 1) * self._took(rows, 0)) / seconds
 
 
-def _measured_times() -> StepTime:
+def measured_times() -> StepTime:
     times = StepTime()
     times.slope = lambda tokens: POSITION if tokens > 64 else 5e-6  # type: ignore[method-assign]
     return times
@@ -84,7 +84,7 @@ def test_batches_of_one_load_are_as_fast_as_fixed_numbers_measured_on_a_device()
 @pytest.mark.parametrize("rows", [128, 256, 512])
 def test_a_first_batch_from_a_cold_start_is_not_slower(rows: int) -> None:
     """The time in which nothing is known, the first trials and the end of the batch included."""
-    batches = Batches(Adaptive(6, _measured_times()))
+    batches = Batches(Adaptive(6, measured_times()))
     gain = batches.run(rows)
     assert gain >= 0.98 and any(batches.asked), gain
     assert max(batches.asked) == 1 or rows == 128
@@ -94,7 +94,7 @@ def test_a_first_batch_from_a_cold_start_is_not_slower(rows: int) -> None:
 def test_batches_of_changing_loads_are_not_slower_and_gain_where_drafts_pay(seed: int) -> None:
     """Loads in turn, each a batch whose end has fewer and fewer sequences. At 256, where a draft gains 5 % a step, drafting
     comes and goes: the mean of five batches counts there."""
-    batches, found = Batches(Adaptive(6, _measured_times()), seed), defaultdict[int, list[float]](list)
+    batches, found = Batches(Adaptive(6, measured_times()), seed), defaultdict[int, list[float]](list)
     for rows in (1, 1, 128, 128, 256, 256, 256, 512, 512, 32, 8, 256, 256, 512, 128):
         found[rows].append(batches.run(rows, 256 if rows <= 32 else 128))
     means = {rows: sum(gains) / len(gains) for rows, gains in found.items()}

@@ -1,4 +1,4 @@
-"""Suffix search in a ring beside a suffix tree, by exhaustive counts, on real texts: technical documents and edited passages."""
+"""Suffix search in a ring beside a suffix tree, by exhaustive counts, on real texts: handbooks and edited passages."""
 
 from __future__ import annotations
 
