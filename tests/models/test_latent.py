@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.layers.latent import LatentAttention
+from penstock.layers.latent import LatentAttention, SparseLatentAttention, SparseLatentAttentionSpec, hadamard
 from penstock.layers.norm import RMSNormSpec
 from penstock.layers.rope import RopeSpec
-from penstock.layers.sparse import SparseLatentAttention, SparseLatentAttentionSpec, hadamard
 from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
 from tests.models.families import CASES, PROMPT, make
 from tests.models.harness import Runner, open_model
