@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.canary.suite import SKILLS, graded, prompts
-from penstock.cli.eval import answers
+from penstock.cli.eval import answers, perplexity
 from penstock.cli.info import survey
-from penstock.cli.likelihood import perplexity
 from penstock.config.flags import integer
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import PenstockError

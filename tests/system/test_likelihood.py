@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from penstock import canary
 from penstock.canary.likelihood import FILE, PROMPTS, Comparison, Record, compare, score
 from penstock.canary.suite import prompts
-from penstock.cli.likelihood import here
+from penstock.cli.eval import here
 from penstock.cli.main import main
 from penstock.engine.llm import LLM
 from tests.system.served import Served

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,7 +23,6 @@ from penstock.canary.item import Item
 from penstock.canary.likelihood import Comparison, Interval, Record, Values
 from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts, table
 from penstock.cli.api import Api, add_target, complaint, open_api
-from penstock.cli.likelihood import here, served, variables
 from penstock.cli.model import model_of, model_or_canary
 from penstock.config.flags import from_args, integer, nearest
 from penstock.config.schema import EngineOptions
@@ -169,13 +169,21 @@ def _record(args: argparse.Namespace, skills: Sequence[str]) -> int:
     return 0
 
 
+def variables(item: Item) -> dict[str, Any]:
+    """Variables for the chat template besides messages and tools."""
+    return {"enable_thinking": True} if item.thinking else {}
+
+
+def _prompt(llm: LLM, item: Item) -> list[int]:
+    text = llm.inputs.render(item.messages, tools=list(item.tools) or None, chat_template_kwargs=variables(item))
+    return llm.get_tokenizer().encode(text, add_special_tokens=False)
+
+
 def answers(llm: LLM, items: Sequence[Item]) -> list[Answer | None]:
     """The model's answer to each item, all asked at once; None for those that do not fit its context."""
-    tokenizer = llm.get_tokenizer()
     asked: list[tuple[int, list[int]]] = []
     for place, item in enumerate(items):
-        text = llm.inputs.render(item.messages, tools=list(item.tools) or None, chat_template_kwargs=variables(item))
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = _prompt(llm, item)
         if len(ids) + room(item) <= llm.info.max_model_len:
             asked.append((place, ids))
     params = [SamplingParams(temperature=0, max_tokens=room(items[place])) for place, _ in asked]
@@ -213,12 +221,12 @@ async def _asked(args: argparse.Namespace, items: Sequence[list[Item]]) -> tuple
 
 def body(item: Item, model: str) -> dict[str, Any]:
     """The request for an item, as OpenAI's API takes it."""
-    more: dict[str, Any] = {}
+    found = {"model": model, "messages": item.messages, "temperature": 0, "max_tokens": room(item)}
     if item.tools:
-        more["tools"] = item.tools
+        found["tools"] = item.tools
     if item.thinking:
-        more["chat_template_kwargs"] = variables(item)
-    return {"model": model, "messages": item.messages, "temperature": 0, "max_tokens": room(item), **more}
+        found["chat_template_kwargs"] = variables(item)
+    return found
 
 
 async def _answer(api: Api, item: Item) -> Answer | None:
@@ -235,3 +243,94 @@ async def _answer(api: Api, item: Item) -> Answer | None:
 
 def _bar(total: int) -> Any:
     return tqdm(total=total, desc="prompts", unit="prompt", leave=False, file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+# -- log probabilities of given answers
+
+def here(llm: LLM, items: Sequence[Item | None]) -> Values:
+    """The log probability of each item's canonical answer; None for items that are None or do not fit the context."""
+    asked: list[tuple[int, int, list[int]]] = []
+    for place, item in enumerate(items):
+        if item is None:
+            continue
+        answer = llm.get_tokenizer().encode(item.answer, add_special_tokens=False)
+        ids = _prompt(llm, item) + answer
+        if len(ids) < llm.info.max_model_len:
+            asked.append((place, len(answer), ids))
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([ids for _, _, ids in asked], params, use_tqdm=False) if asked else []
+    found: list[float | None] = [None] * len(items)
+    for (place, count, ids), output in zip(asked, outputs, strict=True):
+        lines = output.prompt_logprobs
+        if lines is None:
+            raise PenstockError(f"a prompt was not scored: {output.outputs[0].finish_reason}")
+        found[place] = sum(line[token].logprob for line, token in zip(lines[-count:], ids[-count:], strict=True) if line)
+    return found
+
+
+def perplexity(llm: LLM, text: str, window: int) -> tuple[float, int]:
+    """(perplexity, tokens scored) of a text that is read in windows of so many tokens, each without what came before."""
+    ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    bos = llm.get_tokenizer().bos_id
+    start = [] if bos is None else [bos]
+    windows = [[*start, *ids[at:at + window - len(start) - 1]] for at in range(0, len(ids), window - len(start) - 1)]
+    windows = [one for one in windows if len(one) > 1]
+    if not windows:
+        raise PenstockError("the text is too short to be scored: it needs two tokens at least")
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    total, count = 0.0, 0
+    for output, asked in zip(llm.generate([{"prompt_token_ids": one} for one in windows], params, use_tqdm=False), windows,
+                             strict=True):
+        for line, token in zip(output.prompt_logprobs or [], asked, strict=True):
+            if line:
+                total -= line[token].logprob
+                count += 1
+    return math.exp(total / count), count
+
+
+async def served(api: Api, items: Sequence[Item]) -> Values | None:
+    """As `here`, of a server with /tokenize and `echo` with `logprobs`, as vLLM and this one have; None if it lacks them."""
+    gate = asyncio.Semaphore(WINDOW)
+
+    async def one(item: Item) -> float | None:
+        async with gate:
+            return await _one(api, item)
+
+    try:
+        await _one(api, items[0])
+    except _LackingError:
+        return None
+    return await asyncio.gather(*map(one, items))
+
+
+class _LackingError(Exception):
+    """The server does not offer what this needs."""
+
+
+async def _one(api: Api, item: Item) -> float | None:
+    asked = {"model": api.model, "messages": item.messages, "add_generation_prompt": True,
+             "chat_template_kwargs": variables(item)}
+    if item.tools:
+        asked["tools"] = item.tools
+    prompt = await _tokens(api, asked)
+    answer = await _tokens(api, {"model": api.model, "prompt": item.answer, "add_special_tokens": False})
+    status, content = await api.post("/v1/completions", {"model": api.model, "prompt": prompt + answer, "max_tokens": 1,
+                                                         "temperature": 0, "echo": True, "logprobs": 0})
+    if status == 400 and b"context_length_exceeded" in content:
+        return None
+    if status != 200:
+        raise _LackingError(complaint(status, content))
+    lines = (json.loads(content)["choices"][0].get("logprobs") or {}).get("token_logprobs")
+    if not lines:
+        raise _LackingError("the server gave no log probabilities")
+    # Behind the prompt's tokens comes the one that was generated.
+    scored: list[float] = lines[len(prompt):len(prompt) + len(answer)]
+    return sum(scored)
+
+
+async def _tokens(api: Api, body: dict[str, Any]) -> list[int]:
+    status, content = await api.post("/tokenize", body)
+    if status != 200:
+        raise _LackingError(complaint(status, content))
+    tokens: list[int] = json.loads(content)["tokens"]
+    return tokens

@@ -96,7 +96,7 @@ def _moments(folder: Path, dtype: str, args: argparse.Namespace) -> Any:
 def _measured(model: str, args: argparse.Namespace) -> dict[str, float]:
     """A model's perplexity on the text and its share of right answers, by name."""
     # Late: torch.
-    from penstock.cli.likelihood import perplexity
+    from penstock.cli.eval import perplexity
     from penstock.engine.llm import LLM
 
     found: dict[str, float] = {}
