@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint import dtype_of, resolve_folder
-from penstock.cli import experts
 from penstock.cli.layout import add_layout, laid_out
 from penstock.cli.model import add_model, model_or_canary
 from penstock.cli.serve import size
@@ -24,6 +24,7 @@ from penstock.config.schema import EngineOptions
 from penstock.config.speculation import Speculation
 from penstock.config.tiers import plan_tiers
 from penstock.core.device import DeviceFacts
+from penstock.core.errors import ConfigError
 from penstock.parallel.axis import places
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     options, why = laid_out(args, from_args(args, EngineOptions, model=model_or_canary(args)))
     found = survey(options, args.load) | ({"layout": why} if why else {})
     if args.experts:
-        found["experts"] = experts.picked(options, found["model"])
+        found["experts"] = picked_experts(options, found["model"])
     print(json.dumps(found, indent=2) if args.json else as_text(found))
     return 0
 
@@ -236,7 +237,7 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"  {op:<{width}}  {kernel['serves']}")
         lines += [f"  {'':<{width}}  not {name}: {reason}" for name, reason in kernel["refused"].items()]
     if "experts" in found:
-        lines += ["", *experts.as_lines(found["experts"])]
+        lines += ["", *_of_experts(found["experts"])]
     return "\n".join(lines)
 
 
@@ -258,3 +259,45 @@ def _prefixes(cache: dict[str, Any]) -> str:
         places.append(f"at {cache['remote']}")
     share = f"; at most {100 * cache['tenant_share']:.0f} % for one tenant" if cache["tenant_share"] < 1 else ""
     return ", ".join(places) + share
+
+
+_PROMPTS = 16
+"""Of each skill; without a tokenizer, as many times random tokens."""
+_TOKENS = 16
+_WAIT = 0.6
+"""Seconds after which the worker reports counts again."""
+
+
+def picked_experts(options: EngineOptions, model: dict[str, Any]) -> dict[str, Any]:
+    """How often each layer's experts are picked while the engine answers graded prompts, as plain data. ConfigError if the
+    model has no experts."""
+    from penstock.canary.suite import SKILLS, prompts
+    from penstock.core.sampling import SamplingParams
+    from penstock.engine.llm import LLM
+
+    skills = [skill for skill in SKILLS if skill != "retrieve-4k"]
+    asked: list[Any] = [item.messages[-1]["content"] for skill in skills for item in prompts(skill, _PROMPTS)]
+    if options.skip_tokenizer_init:
+        draw = random.Random(0)
+        asked = [{"prompt_token_ids": [draw.randrange(model["vocab_size"]) for _ in range(64)]} for _ in asked]
+    greedy = SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True)
+    with LLM(**asdict(options)) as llm:
+        llm.generate(asked, greedy, use_tqdm=False)
+        time.sleep(_WAIT)
+        llm.generate(asked[:1], greedy, use_tqdm=False)
+        picks = llm.engine.stats().expert_picks
+    if not picks:
+        raise ConfigError(f"--experts: {model['architecture']} has no experts; leave it out")
+    return {"prompts": len(asked), "picks": picks}
+
+
+def _of_experts(found: dict[str, Any]) -> list[str]:
+    """The counts for people: a line for each layer."""
+    lines = [f"Experts, picked while {found['prompts']} prompts were answered",
+             "  layer  experts      picks  never picked  busiest, over the mean  experts with half of all picks"]
+    for layer, picks in enumerate(found["picks"]):
+        total, order = sum(picks), sorted(picks, reverse=True)
+        half = next(i + 1 for i in range(len(order)) if 2 * sum(order[:i + 1]) >= total)
+        most = f"{picks.index(order[0])}: {order[0] * len(picks) / max(1, total):.2f}"
+        lines.append(f"  {layer:5}  {len(picks):7}  {total:9,}  {picks.count(0):12}  {most:>22}  {half:30}")
+    return lines

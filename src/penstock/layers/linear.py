@@ -10,8 +10,7 @@ import torch
 from penstock.layers.build import Build
 from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.step import Adapted, Delta
-from penstock.ops.joined import Joined
-from penstock.ops.linear import Weight
+from penstock.ops.linear import Joined, Weight
 from penstock.quant.scheme import PLAIN
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.parallel import peer, peer_memory
+from penstock.parallel import peer
 from penstock.parallel.mesh import Mesh
-from penstock.parallel.peer import Shared
-from penstock.parallel.peer_memory import Memory
+from penstock.parallel.peer import Memory, Shared
 
 
 def test_graphs_are_dropped_once_kernels_have_ended_and_before_the_abort_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +59,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr(peer_memory, "_call", found)
+    monkeypatch.setattr(peer, "_call", found)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(Memory, "_left", {})
