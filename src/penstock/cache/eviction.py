@@ -7,8 +7,6 @@ evicted singly; those that only a context branching off inside a node could use 
 Among candidates the lowest retention priority goes first (`core/request.py::Span`; an expired span counts as none). Among
 candidates of equal priority, a `Policy` sorts them into kinds and compares the least recently used candidate of each kind."""
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -153,7 +151,7 @@ class Adaptive(Policy):
 class _Candidates:
     """A priority queue of leaves in eviction order. Outdated entries are dropped when they surface (lazy deletion)."""
 
-    def __init__(self, evictor: Evictor) -> None:
+    def __init__(self, evictor: "Evictor") -> None:
         self._evictor = evictor
         self._heaps: dict[int, dict[int, list[tuple[int, int, Node]]]] = {}
         """By priority, then by kind: (last use, serial number, node)."""

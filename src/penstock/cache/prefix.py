@@ -4,8 +4,6 @@ A node holds a run of tokens, shared by all contexts through it, in blocks of on
 of each block. Edges are compressed: a node is split only where contexts branch. Only a leaf may end inside a page: its single
 block is the partial last page of a context, and it is matched token by token."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -27,7 +25,7 @@ class Node:
     __slots__ = ("author", "children", "gone", "keys", "label", "longest", "order", "pages", "parent", "priority", "seconds",
                  "start", "tokens", "until", "used", "uses")
 
-    def __init__(self, parent: Node | None, start: int, tokens: bytearray, pages: list[list[int]], label: Label) -> None:
+    def __init__(self, parent: "Node | None", start: int, tokens: bytearray, pages: list[list[int]], label: "Label") -> None:
         self.parent = parent
         """None for roots."""
         self.gone = False

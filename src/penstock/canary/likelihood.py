@@ -4,8 +4,6 @@ The log probability of an item's canonical answer, in nats, is a real number, so
 answers are right. Compared item by item with recorded scores, faults show that change no answer: a lost norm weight, a slightly
 wrong scale, a window off by a few positions. Rounding changes scores, too, so the record holds how much it does."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -40,7 +38,7 @@ class Interval:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
+    def of(cls, values: Sequence[float]) -> "Interval":
         """The interval of independent values; infinite for fewer than two."""
         mean = statistics.fmean(values) if values else 0.0
         half = _NORMAL * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
@@ -62,7 +60,7 @@ class Record:
     """By dtype, computed in another way: what rounding alone changes. The model's own dtype comes first."""
 
     @classmethod
-    def load(cls, path: Path) -> Record:
+    def load(cls, path: Path) -> "Record":
         """Raises OSError or ValueError if the file is no record."""
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or not {"exact", "rounded"} <= content.keys() or not content["rounded"]:

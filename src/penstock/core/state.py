@@ -3,8 +3,6 @@
 Prefix hits, freeing, admission, eviction, offload and rollback are derived from `Retention` alone, so a new kind of state is
 one small class here and one operation in `ops`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -146,6 +144,6 @@ class StateSpec:
         return self.offsets(page)[-1]
 
     @property
-    def behind(self) -> StateSpec:
+    def behind(self) -> "StateSpec":
         """The state as tiers behind the device keep it."""
         return replace(self, fields=self.aged, aged=()) if self.aged else self

@@ -1,7 +1,5 @@
 """Parses harmony, the format of gpt-oss: messages with a channel and a recipient instead of blocks within one text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -16,7 +14,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-def channels(machine: Parser) -> Wait:
+def channels(machine: "Parser") -> Wait:
     """Parses an answer that starts after `<|start|>assistant` or at its channel."""
     reader = machine.reader
     header = yield from reader.take(("<|start|>", "<|channel|>"))
@@ -39,7 +37,7 @@ def channels(machine: Parser) -> Wait:
     machine.close()
 
 
-def _body(machine: Parser, header: str) -> Generator[None, None, str | None]:
+def _body(machine: "Parser", header: str) -> Generator[None, None, str | None]:
     """Parses one message's body. Returns the marker that ended it."""
     reader = machine.reader
     channel = header.rpartition("<|channel|>")[2].split()[:1] if "<|channel|>" in header else ["final"]
@@ -51,7 +49,7 @@ def _body(machine: Parser, header: str) -> Generator[None, None, str | None]:
     return marker
 
 
-def _call(machine: Parser, name: str) -> Generator[None, None, str | None]:
+def _call(machine: "Parser", name: str) -> Generator[None, None, str | None]:
     reader = machine.reader
     reader.cut()
     try:

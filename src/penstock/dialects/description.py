@@ -2,8 +2,6 @@
 
 Pure data: `parser.py` parses by it and `writing.py` writes by it. `known.py` holds them."""
 
-from __future__ import annotations
-
 import msgspec
 from msgspec.structs import replace
 
@@ -160,7 +158,7 @@ class Dialect(msgspec.Struct, frozen=True):
             found += HARMONY
         return tuple(dict.fromkeys(marker for marker in found if marker))
 
-    def reasoning_by(self, reasoning: Reasoning | None, hidden: tuple[str, ...] = ()) -> Dialect:
+    def reasoning_by(self, reasoning: Reasoning | None, hidden: tuple[str, ...] = ()) -> "Dialect":
         """Returns a copy with other reasoning markers."""
         return replace(self, reasoning=reasoning, hidden=tuple(dict.fromkeys((*self.hidden, *hidden))))
 

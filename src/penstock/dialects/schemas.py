@@ -1,7 +1,5 @@
 """The types of parameters that a dialect writes as plain text, from the tools' JSON schemas."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +37,7 @@ class Tools:
         found = schema.get("properties")
         return found if isinstance(found, Mapping) else {}, schema
 
-    def shaped(self, tool: str, key: str, tree: Tree) -> Any:
+    def shaped(self, tool: str, key: str, tree: "Tree") -> Any:
         """A parameter's value, given its elements."""
         root = self._schemas.get(tool, {})
         return _shaped(tree, _inside(root, key, root), root)

@@ -3,8 +3,6 @@
 It joins tokenization and checks (`inputs.py`), text (`outputs.py`), the bookkeeping of open requests (`traffic.py`) and their
 readers (`stream.py`). All runs on one event loop, except long work (`work.py`) and chat templates (`rendering.py`)."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -101,7 +99,7 @@ class AsyncLLM:
         self.info = info
         self._watch = asyncio.create_task(self._watch_progress())
 
-    def again(self, options: EngineOptions | None = None) -> AsyncLLM:
+    def again(self, options: EngineOptions | None = None) -> "AsyncLLM":
         """Another one, not started, made as this one was, with other `options` if given."""
         return AsyncLLM(self.options if options is None else options, **self._made_with)
 

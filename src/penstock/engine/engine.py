@@ -2,8 +2,6 @@
 
 Owned by one thread. It handles tokens only; `inputs` and `outputs` translate from and to text."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time
@@ -312,7 +310,7 @@ class Engine:
         self.adapters.count(stats)
         return stats
 
-    def again(self) -> Engine:
+    def again(self) -> "Engine":
         """The engine anew after a RankLostError: without requests, with an empty cache, and ranks that keep their weights.
         EngineDeadError if that fails; then nothing is left."""
         assert isinstance(self.rank, RemoteGroup)

@@ -2,8 +2,6 @@
 
 Runs in the frontend; knows neither asyncio nor HTTP. An update costs time in proportion to its new tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -261,7 +259,7 @@ class RequestOutput:
     tokenizer: Tokenizer | None = field(default=None, repr=False)
 
     @classmethod
-    def empty(cls, request: Request, prompt: str | None = None, tokenizer: Tokenizer | None = None) -> RequestOutput:
+    def empty(cls, request: Request, prompt: str | None = None, tokenizer: Tokenizer | None = None) -> "RequestOutput":
         """Nothing generated yet. `tokenizer` gives the decoded_token of log probabilities."""
         logprobs = request.params.logprobs is not None
         outputs = [CompletionOutput(index, logprobs) for index in range(request.params.n)]

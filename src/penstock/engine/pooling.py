@@ -1,8 +1,6 @@
 """Embeddings, scores and classes from a prompt's hidden states: which prompts and poolings a task needs, and what is made of
 the numbers that the engine reports. `LLM` and the server share it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -181,7 +179,7 @@ class PoolingRequestOutput:
     pool: Pool = field(default=Pool("last"), repr=False)
 
     @classmethod
-    def empty(cls, request: Request) -> PoolingRequestOutput:
+    def empty(cls, request: Request) -> "PoolingRequestOutput":
         assert request.pool is not None
         return cls(request.id, request.prompt_ids, pool=request.pool)
 

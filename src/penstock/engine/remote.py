@@ -3,8 +3,6 @@
 Each rank has two ZMQ sockets in a folder that only this user may enter. A rank that has ended, is stopped, or has been silent
 for too long is lost, and with it the group: every other rank may be waiting for it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time
@@ -238,7 +236,7 @@ class RemoteGroup(RankGroup):
         return RemoteRank(self._options, replace(place, rendezvous=place.rendezvous or folder),
                           f"rank {place.number} of {place.world}", address, zmq.Context.instance(), here)
 
-    def renewed(self) -> RemoteGroup:
+    def renewed(self) -> "RemoteGroup":
         """After a loss: the ranks that live, which keep their weights, and new ones in place of the others. This group is then
         closed. EngineDeadError if none could be kept; then none is left."""
         try:

@@ -3,8 +3,6 @@
 A template is a program by the model's authors. Each rendering has a deadline, and each process a memory limit; a process that
 exceeds one is killed, and a new one starts with the next request. `Renderers` is the server's side, `main` the child's."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -77,7 +75,7 @@ class Renderers:
             self._free.put(None)
         self._free.put(self._start())
 
-    def _start(self) -> _Child:
+    def _start(self) -> "_Child":
         child = _Child(self._setup)
         self._children.add(child)
         if self._closed:

@@ -2,8 +2,6 @@
 
 Runs where requests are parsed, without a tokenizer, and raises every error that a user can cause; `compiling.py` compiles."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -33,7 +31,7 @@ _TRIES = 200
 """Maximum number of subschemas that are compiled to find the invalid one."""
 
 
-def limits() -> LLParserLimits:
+def limits() -> "LLParserLimits":
     """Returns llguidance's limits for compiling (50,000 units of fuel take about a millisecond) and for each token's mask."""
     from llguidance import LLParserLimits
 
@@ -189,7 +187,7 @@ def _first_lines(message: str) -> str:
 
 
 @functools.cache
-def _bytes_tokenizer(size: int = 257) -> LLTokenizer:
+def _bytes_tokenizer(size: int = 257) -> "LLTokenizer":
     """Returns a tokenizer of single bytes, which can validate grammars; ids up to `size` without text are special tokens."""
     from llguidance import LLTokenizer
 

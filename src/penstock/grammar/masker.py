@@ -3,8 +3,6 @@
 Each constrained sequence has a `GrammarState` in the engine: its matcher's position, whether the model is still thinking, and
 the forced tokens. A state is advanced when a mask is requested, because all earlier steps are known by then."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +33,7 @@ class GrammarState:
 
     __slots__ = ("at", "begin", "budget", "end", "forced", "json", "lane", "least", "matcher", "since", "stops", "thinking")
 
-    def __init__(self, sequence: Sequence, matcher: LLMatcher | None, lane: int) -> None:
+    def __init__(self, sequence: Sequence, matcher: "LLMatcher | None", lane: int) -> None:
         params = sequence.request.params
         self.matcher = matcher
         self.lane = lane
@@ -270,7 +268,7 @@ class Masker:
                 break
 
     @functools.cached_property
-    def _pool(self) -> LLExecutor:
+    def _pool(self) -> "LLExecutor":
         """llguidance's threads. This thread alone is faster for few matchers."""
         from llguidance import LLExecutor
 

@@ -3,8 +3,6 @@
 At position t a head takes the target's hidden state at t and the token at t + 1, and predicts the token at t + 2. For further
 drafts it takes its own result in place of the target's state. `models/draft_heads.py` says which heads there are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -61,7 +59,7 @@ class JoinSpec:
             if norm is not None:
                 yield from norm.parameters(f"entry.{name}", width)
 
-    def build(self, build: Build, dtype: torch.dtype) -> Join:
+    def build(self, build: Build, dtype: torch.dtype) -> "Join":
         return Join(self, build, dtype)
 
 
@@ -112,7 +110,7 @@ class PairAttentionSpec(AttentionSpec):
                 yield from norm.parameters(f"{path}.{name}", self.width)
         yield from super().parameters(path)
 
-    def build(self, path: str, build: Build) -> PairAttention:
+    def build(self, path: str, build: Build) -> "PairAttention":
         return PairAttention(self, path, build)
 
 

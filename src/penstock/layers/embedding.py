@@ -1,7 +1,5 @@
 """The two ends of a decoder that are as long as its vocabulary: the embedding's rows, and the head's logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,7 +40,7 @@ class EmbeddingSpec:
         if self.norm is not None:
             yield from self.norm.parameters("embedding.norm", width)
 
-    def build(self, build: Build, dtype: torch.dtype) -> Embedding:
+    def build(self, build: Build, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, build, dtype)
 
 

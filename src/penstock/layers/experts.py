@@ -2,8 +2,6 @@
 
 A mixer without a state. The routing is data (`ops/routing.py::Routing`); the arithmetic is the operation `experts`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +56,7 @@ class ExpertsSpec:
 
     name = "mlp"
 
-    def share(self, ranks: int) -> ExpertsSpec:
+    def share(self, ranks: int) -> "ExpertsSpec":
         """Every rank has its share of the channels of all experts, or of the experts."""
         shared = 0 if self.shared is None else self.shared.share(ranks).inner
         if self.dealt:
@@ -66,7 +64,7 @@ class ExpertsSpec:
         return replace(self, inner=Piece("up", self.inner, even_unit(self.inner)).room(ranks), shared_inner=shared,
                        divided=(self.inner, ranks))
 
-    def deal(self, ranks: int) -> ExpertsSpec:
+    def deal(self, ranks: int) -> "ExpertsSpec":
         """One rank's part where only the experts are divided."""
         return replace(self, slots=-(-self.routing.experts // ranks) + self.spare, divided=(self.inner, ranks))
 
@@ -115,7 +113,7 @@ class ExpertsSpec:
     def states(self, _dtype: str) -> tuple[StateSpec, ...]:
         return ()
 
-    def build(self, path: str, build: Build) -> Experts:
+    def build(self, path: str, build: Build) -> "Experts":
         return Experts(self, path, build)
 
 

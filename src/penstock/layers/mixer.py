@@ -3,8 +3,6 @@
 A new mixer is one file: a frozen dataclass that describes it, and the layer that it builds. Scheduler, cache, worker and loader
 find out what they need (states, parameters, projections) by this protocol alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -36,13 +34,13 @@ class MixerSpec(Protocol):
         """Its cache entries, per position or per page; `dtype` is the model's, a torch name."""
         ...
 
-    def share(self, ranks: int) -> MixerSpec:
+    def share(self, ranks: int) -> "MixerSpec":
         """One rank's part: the same mixer with fewer heads or channels, whose parameters have the shapes that
         `Parameter.share` leaves to a rank. It is the same for every rank: those that get fewer are filled up with zeros. A
         mixer whose parameters are all WHOLE returns itself."""
         ...
 
-    def build(self, path: str, build: Build) -> Mixer: ...
+    def build(self, path: str, build: Build) -> "Mixer": ...
 
 
 class Mixer(Protocol):

@@ -1,7 +1,5 @@
 """The feed-forward layer, gated or plain: a mixer without a state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,7 +43,7 @@ class MLPSpec:
     def _unit(self) -> int:
         return even_unit(self.inner)
 
-    def share(self, ranks: int) -> MLPSpec:
+    def share(self, ranks: int) -> "MLPSpec":
         return replace(self, inner=Piece("up", self.inner, self._unit).room(ranks))
 
     def parameters(self, path: str) -> Iterator[Parameter]:
@@ -58,7 +56,7 @@ class MLPSpec:
     def states(self, _dtype: str) -> tuple[StateSpec, ...]:
         return ()
 
-    def build(self, path: str, build: Build) -> MLP:
+    def build(self, path: str, build: Build) -> "MLP":
         return MLP(self, path, build)
 
 

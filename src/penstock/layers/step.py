@@ -1,7 +1,5 @@
 """A layer's view of the step it runs in: a ragged batch on the device. Built by `worker/step.py`, read only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -129,18 +127,18 @@ class Step:
     beside: torch.Tensor | None = None
     """[T, width]: of a draft head, the hidden states that go with the tokens; behind its entry, the tokens' embeddings."""
 
-    def part(self, at: torch.Tensor) -> Step:
+    def part(self, at: torch.Tensor) -> "Step":
         """This step as the embedding sees it, of the tokens `at` alone."""
         return replace(self, tokens=self.tokens.index_select(0, at), positions=self.positions.index_select(0, at))
 
-    def narrow(self, x: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, Step]:
+    def narrow(self, x: torch.Tensor, ends: torch.Tensor | None) -> "tuple[torch.Tensor, Step]":
         """(x, this step) for the tokens `ends` alone; None: for all."""
         if ends is None:
             return x, self
         same = self.delta is None and self.runs is None
         return x.index_select(0, ends), self if same else replace(self, delta=self.delta and self.end_delta, runs=None)
 
-    def run(self, first: int) -> Step:
+    def run(self, first: int) -> "Step":
         """This step as a layer sees it that is given a run of its rows, from `first` on."""
         return replace(self, query_start=self.query_start[-1:] - first, runs=None)
 

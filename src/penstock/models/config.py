@@ -3,8 +3,6 @@
 
 Every read is checked: a value that Penstock cannot honour is a ModelError that says what was found and what is possible."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,13 +24,13 @@ class Config:
         self.given = values
         self.values = {**(defaults or {}), **{name: value for name, value in values.items() if value is not None}}
 
-    def changed(self, **values: Any) -> Config:
+    def changed(self, **values: Any) -> "Config":
         """The same with other values."""
         found = Config({**self.given, **values})
         found.values = {**self.values, **values}
         return found
 
-    def renamed(self, **names: str) -> Config:
+    def renamed(self, **names: str) -> "Config":
         """The same with the values of some keys under other names."""
         found = Config({names.get(name, name): value for name, value in self.given.items()})
         found.values = {names.get(name, name): value for name, value in self.values.items()}

@@ -3,8 +3,6 @@ arithmetic and its tensors' names; `worker/draft_training.py` trains it, and eng
 
 At place t the head reads the target's states there and the token at t + 1, and predicts the token at t + 2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -112,7 +110,7 @@ class Eagle(nn.Module):
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
 
     @classmethod
-    def fresh(cls, config: dict[str, Any], taps: list[int], tokens: torch.Tensor, head: torch.Tensor) -> Eagle:
+    def fresh(cls, config: dict[str, Any], taps: list[int], tokens: torch.Tensor, head: torch.Tensor) -> "Eagle":
         """A head to train for a target with this config, of which it reads these layers' inputs, and which drafts these tokens
         [draft_vocab_size]. It begins with the target's rows [draft_vocab_size, width] of them."""
         named = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
@@ -132,7 +130,7 @@ class Eagle(nn.Module):
         return own
 
     @classmethod
-    def load(cls, folder: Path) -> Eagle:
+    def load(cls, folder: Path) -> "Eagle":
         """A folder's head, in float32."""
         head = cls(json.loads((folder / "config.json").read_text()))
         weights = load_file(folder / "model.safetensors")

@@ -3,8 +3,6 @@
 In a pattern `#` is a layer's number, `@` an expert's, `*` one name between dots, `**` any rest, and `[text]` is optional and
 means nothing. The first rule that matches a name decides."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +25,7 @@ class Rule:
     change: Change | None = None
 
     @classmethod
-    def named(cls, source: str, names: Mapping[str, str | tuple[str, Change] | None]) -> tuple[Rule, ...]:
+    def named(cls, source: str, names: Mapping[str, str | tuple[str, Change] | None]) -> "tuple[Rule, ...]":
         """A rule for each name: a checkpoint's behind `source`, and that of a block's parameter, perhaps with a change."""
         pairs = ((name, target if isinstance(target, tuple) else (target, None)) for name, target in names.items())
         return tuple(cls(source + name, target and f"blocks.#.{target}", change) for name, (target, change) in pairs)

@@ -1,8 +1,6 @@
 """Transfers parts of files to a device at the speed of the disk: threads read large chunks into pinned memory, and copy them
 asynchronously. `models/weights.py` knows what the bytes mean."""
 
-from __future__ import annotations
-
 import math
 import os
 import queue
@@ -60,12 +58,12 @@ class Bytes(NamedTuple):
     pitch: int
 
     @classmethod
-    def of(cls, start: int, tensor: torch.Tensor) -> Bytes:
+    def of(cls, start: int, tensor: torch.Tensor) -> "Bytes":
         """A whole tensor, in one run."""
         return cls(start, tensor.nbytes, tensor.nbytes)
 
     @classmethod
-    def cut(cls, start: int, shape: Sequence[int], itemsize: int, axis: int, first: int, count: int) -> Bytes:
+    def cut(cls, start: int, shape: Sequence[int], itemsize: int, axis: int, first: int, count: int) -> "Bytes":
         """`count` places from `first` on along an axis of the tensor of `shape` that lies at `start`."""
         place = math.prod(shape[axis + 1:]) * itemsize
         return cls(start + first * place, count * place, shape[axis] * place)
@@ -84,7 +82,7 @@ class Transfer:
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> Transfer:
+    def __enter__(self) -> "Transfer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -3,8 +3,6 @@
 The environment variable PENSTOCK_CPU_ISA (avx512, avx2, portable) restricts the choice to one of them. The references'
 docstrings are the contracts. Every layer of every step calls these wrappers, so they check little and allocate once."""
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -52,7 +50,7 @@ class PackedWeight(Weight):
 class _Owned:
     """A part of the operations of one library."""
 
-    def __init__(self, owner: CpuOperations) -> None:
+    def __init__(self, owner: "CpuOperations") -> None:
         self._owner = owner
 
 

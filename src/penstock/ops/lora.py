@@ -3,8 +3,6 @@
 The matrices of all adapters on a device are one tensor, `Slabs.data`, with a line for each slot, so that a CUDA graph finds
 those of any mix of adapters: which rows have which slot is data on the device (`Groups`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -133,7 +131,7 @@ class Groups(NamedTuple):
     """The most places of a tile."""
 
     @classmethod
-    def of(cls, flat: torch.Tensor, rows: int, slots: int) -> Groups:
+    def of(cls, flat: torch.Tensor, rows: int, slots: int) -> "Groups":
         """Views of what `write` wrote."""
         order, slot = _begins(rows, slots)
         return cls(flat[:1], flat[UNIT:order].view(3, -1)[:, :tiles(rows, slots)], flat[order:order + rows],

@@ -4,8 +4,6 @@ All tokens go to all ranks in one message of a size that all know, so that CUDA 
 overlap, prompts are two batches: while one travels, the experts compute the other. If picks leave out enough ranks, each token
 then goes once to each rank that has one of its experts; the numbers are agreed first, which waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,7 +31,7 @@ class Tokens(NamedTuple):
     weights: torch.Tensor
     """[T, K] float32."""
 
-    def part(self, number: int, parts: int) -> Tokens:
+    def part(self, number: int, parts: int) -> "Tokens":
         return Tokens(*(one.tensor_split(parts)[number] for one in self))
 
 

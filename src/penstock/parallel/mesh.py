@@ -1,7 +1,5 @@
 """A rank's connections along each axis."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class Mesh:
     context: Group | None = None
     end: Callable[[], None] | None = None
 
-    def take(self, new: Mesh) -> None:
+    def take(self, new: "Mesh") -> None:
         """Has the connections of a new one. Groups stay the objects that a model's layers hold."""
         for name, own in vars(self).items():
             if isinstance(own, Group):

@@ -2,8 +2,6 @@
 
 It saves memory, not time: every step decodes the whole matrix. A kernel that is registered for the scheme takes its place."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,7 @@ class Decoded(StoredWeight):
 
     __slots__ = ("tiles",)
 
-    def __init__(self, scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, scheme: "Scheme", parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(scheme, parts, shape, dtype)
         grain = scheme.grain[0] or self.n
         step = max(grain, _TILE // self.k // grain * grain)
@@ -38,7 +36,7 @@ class Decoding:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def pack(self, scheme: Scheme, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+    def pack(self, scheme: "Scheme", parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
         return Decoded(scheme, parts, shape, dtype)
 
     def apply(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None,

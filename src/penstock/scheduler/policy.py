@@ -4,8 +4,6 @@ A policy has two levels. A group (a class, a tenant) has a standing, such as its
 Within its group a sequence has a key, such as its arrival time. The first in the order is planned and admitted first, and the
 last is preempted first."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
@@ -29,7 +27,7 @@ class Policy:
     def arrive(self, sequence: Sequence) -> None:
         """Reports a new sequence, before it is in any order. RequestError if it cannot be served."""
 
-    def admit(self, sequence: Sequence, now: float, running: Order, waiting: Order, taken: bool, free: bool) -> None:
+    def admit(self, sequence: Sequence, now: float, running: "Order", waiting: "Order", taken: bool, free: bool) -> None:
         """RequestError if a request that arrives now could not be served as promised. `taken`: no row is free, nor held beyond
         a request's share; `free`: nobody waits, and there are rows."""
 

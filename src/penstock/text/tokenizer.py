@@ -4,8 +4,6 @@ The work is done by `fast.py` (tokenizer.json) and `spm.py` (tokenizer.model). E
 gives for the same folder. Decoding gives what the model wrote: transformers' clean_up_tokenization_spaces, which rewrites
 text, is not applied (transformers itself has stopped applying it to such vocabularies)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +41,7 @@ class Tokenizer:
         self.eos_id = self._role("eos_token")
 
     @classmethod
-    def load(cls, folder: Path | str) -> Tokenizer:
+    def load(cls, folder: Path | str) -> "Tokenizer":
         """The tokenizer of a model's folder: tokenizer.json, or else tokenizer.model. A sentencepiece file may be named itself.
 
         ModelError says what is missing or corrupt and what to do about it."""
@@ -65,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def _load_sentencepiece(cls, file: Path, settings: Mapping[str, Any], named: Mapping[str, str], extra: Sequence[str],
-                            added: Mapping[int, str]) -> Tokenizer:
+                            added: Mapping[int, str]) -> "Tokenizer":
         vocabulary = SentencePieceVocabulary(file, settings, {**named, **{name: name for name in extra}}, added)
         # Without Hugging Face's files, sentencepiece's own markers play the parts.
         own = {role: token for role, token in vocabulary.markers().items() if role not in settings}

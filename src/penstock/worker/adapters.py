@@ -2,8 +2,6 @@
 
 Slot 0 is the model without an adapter. The engine decides which adapter is in which slot (`scheduler/adapters.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -78,7 +76,7 @@ class Adapters:
             self._staging[True].reserve(2 * size(tokens, len(self.slabs.data)))
 
     def deltas(self, plan: StepPlan, tokens: int, ends: int, segments: npt.NDArray[np.int64],
-               captured: bool = False, own: npt.NDArray[np.int64] | None = None) -> tuple[LowRankDelta, LowRankDelta]:
+               captured: bool = False, own: npt.NDArray[np.int64] | None = None) -> "tuple[LowRankDelta, LowRankDelta]":
         """Deltas of a step's tokens, padded to `tokens`, and of its logits rows, which belong to `segments` and are padded to
         `ends`. `captured`: for a graph, which finds those of the newest call. `own`: the only tokens that are wanted."""
         slots, begins = self._slot[plan.rows] - 1, self._from[plan.rows]
@@ -99,7 +97,7 @@ class Adapters:
         (delta,) = self._grouped(False, (self._slot[plan.rows][segments] - 1, rows))
         return Base(delta)
 
-    def _grouped(self, captured: bool, *each: tuple[Ints, int]) -> list[LowRankDelta]:
+    def _grouped(self, captured: bool, *each: tuple[Ints, int]) -> "list[LowRankDelta]":
         """Uploads the groups of rows with such slots, padded to so many."""
         assert self.slabs is not None
         count, staging = len(self.slabs.data), self._staging[captured]

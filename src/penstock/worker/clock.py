@@ -1,7 +1,5 @@
 """Step times by the device's own clock where it has one, and waiting for the end of a step."""
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -17,7 +15,7 @@ class Clock:
         self._intervals: list[Interval] = [DeviceInterval() if device.type == "cuda" else Interval() for _ in range(_KEPT)]
         self._next = 0
 
-    def start(self) -> Interval:
+    def start(self) -> "Interval":
         """Returns an interval that begins now."""
         interval = self._intervals[self._next]
         self._next = (self._next + 1) % _KEPT
@@ -49,7 +47,7 @@ class Interval:
         self.mark(4)
         self._resumed = True
 
-    def stop(self, whole: bool = False) -> Interval:
+    def stop(self, whole: bool = False) -> "Interval":
         """Marks the end of the step. `whole`: the step was the forward pass alone, left unmarked; a mark costs 10 us."""
         self._whole = whole
         self.mark(3)

@@ -4,8 +4,6 @@ Decode steps (one token per segment) and small mixed steps replay a graph: the h
 Larger steps run eagerly, because the device takes longer to run them than the host to enqueue them. For decode steps whose rows
 use no sampling parameter but temperature, sampling is captured too, so that a whole step is one launch."""
 
-from __future__ import annotations
-
 import bisect
 import time
 from collections.abc import Callable
@@ -143,7 +141,7 @@ class Graphs:
                 found[bucket], _ = self._capture(self._pool, partial(run, bucket, parts))
         return found
 
-    def _capture(self, pool: _POOL_HANDLE, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    def _capture(self, pool: "_POOL_HANDLE", run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
         """Captures `run` into a graph. Returns the graph and the result of `run`."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

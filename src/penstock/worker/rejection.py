@@ -5,8 +5,6 @@ drawn by noise of their own, keyed by (seed, number of known tokens, place), so 
 one draft after the other (Leviathan et al. 2023), `block` by the joint probability of the prefix (Sun et al. 2024), which
 never keeps fewer on average. Greedy rows, and rows that report log probabilities, are verified strictly (`verify.py`)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -68,7 +66,7 @@ class Rejection:
         segment, offset = torch.where(real, self._segment[at], -1), torch.where(real, position - first, 0)
         self._drawn[segment, offset.long(), :scaled.shape[1]] = scaled.softmax(1)
 
-    def judge(self, lines: LogitsRows, drafts: torch.Tensor) -> Judging:
+    def judge(self, lines: LogitsRows, drafts: torch.Tensor) -> "Judging":
         """Begins to verify the drafts [L] at the positions of a step's logits rows."""
         return Judging(self, self._rows, lines, drafts)
 

@@ -8,8 +8,6 @@ Reported log probabilities are those of the model's own logits, before all of th
 
 Nothing here synchronises the device: copies to the host are enqueued when `launch` returns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,7 +52,7 @@ class LogitsRows:
         first = np.flatnonzero(np.diff(self.segments, prepend=-1)).astype(np.int32)
         return first, np.diff(first, append=np.int32(len(self.segments)))
 
-    def parts(self, most: int) -> Iterator[LogitsRows]:
+    def parts(self, most: int) -> "Iterator[LogitsRows]":
         """Yields the logits rows in order, at most `most` at a time."""
         for at in range(0, len(self.rows), most):
             part = slice(at, at + most)

@@ -1,7 +1,5 @@
 """Log probabilities of sampled tokens and of prompts, and their copies to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,7 +27,7 @@ class Scores:
         self.parts = [(segments.astype(np.int32), positions.astype(np.int32), tuple(map(to_host, found)))
                        for segments, positions, found in parts]
 
-    def logprobs(self, *others: Scores) -> Logprobs | None:
+    def logprobs(self, *others: "Scores") -> Logprobs | None:
         """Concatenates all parts and those of `others`. Entries with fewer alternatives are padded at the end with token -1."""
         parts = [part for scores in (self, *others) for part in scores.parts]
         if not parts:

@@ -7,8 +7,6 @@ is then moved to the front: tokens, cache entries, and what followers of the ste
 
 Rows whose sampling looks at earlier tokens (penalties, bad words, masks), and those without room for a tree have chains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -55,7 +53,7 @@ class Trees:
         for table, line in zip((self._bits, self._parent, self._depth), self._chain, strict=True):
             table[row] = line
 
-    def split(self, drafting: Drafting, grow: Callable[[Growth, Drafting], None]) -> Drafting:
+    def split(self, drafting: Drafting, grow: "Callable[[Growth, Drafting], None]") -> Drafting:
         """Has trees grown for the segments that may have some, and returns those that need chains."""
         plan, picked = drafting.plan, drafting.segments
         fits = (drafting.count >= self.branches * (self.levels - 1)) & ~np.isin(picked, plan.masked)
