@@ -1,8 +1,6 @@
 """The API that `chat`, `generate` and `eval` send requests to: a running server by --url, or a model loaded here behind the
 server's own application. Both are the OpenAI API, so commands and server cannot disagree about a request or an answer."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -122,7 +120,7 @@ def complaint(status: int, body: bytes) -> str:
 class LoopThread:
     """An event loop in a thread of its own, for a program whose main thread waits for a person."""
 
-    def __enter__(self) -> LoopThread:
+    def __enter__(self) -> "LoopThread":
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-loop", daemon=True)
         self._thread.start()

@@ -3,8 +3,6 @@ MODEL is loaded here (canary, which comes with Penstock, if none is named); --ba
 Decoding is greedy. The prompts are the same every time, and canary never saw them in training.
 Beside it stands the log probability of the right answers, and whether it differs from what was recorded of the model."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -174,12 +172,12 @@ def variables(item: Item) -> dict[str, Any]:
     return {"enable_thinking": True} if item.thinking else {}
 
 
-def _prompt(llm: LLM, item: Item) -> list[int]:
+def _prompt(llm: "LLM", item: Item) -> list[int]:
     text = llm.inputs.render(item.messages, tools=list(item.tools) or None, chat_template_kwargs=variables(item))
     return llm.get_tokenizer().encode(text, add_special_tokens=False)
 
 
-def answers(llm: LLM, items: Sequence[Item]) -> list[Answer | None]:
+def answers(llm: "LLM", items: Sequence[Item]) -> list[Answer | None]:
     """The model's answer to each item, all asked at once; None for those that do not fit its context."""
     asked: list[tuple[int, list[int]]] = []
     for place, item in enumerate(items):
@@ -247,7 +245,7 @@ def _bar(total: int) -> Any:
 
 # -- log probabilities of given answers
 
-def here(llm: LLM, items: Sequence[Item | None]) -> Values:
+def here(llm: "LLM", items: Sequence[Item | None]) -> Values:
     """The log probability of each item's canonical answer; None for items that are None or do not fit the context."""
     asked: list[tuple[int, int, list[int]]] = []
     for place, item in enumerate(items):
@@ -268,7 +266,7 @@ def here(llm: LLM, items: Sequence[Item | None]) -> Values:
     return found
 
 
-def perplexity(llm: LLM, text: str, window: int) -> tuple[float, int]:
+def perplexity(llm: "LLM", text: str, window: int) -> tuple[float, int]:
     """(perplexity, tokens scored) of a text that is read in windows of so many tokens, each without what came before."""
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
     bos = llm.get_tokenizer().bos_id

@@ -1,8 +1,6 @@
 """Answer a file of requests: IN.jsonl in OpenAI's batch format, answers into OUT.jsonl as they are ready.
 Interrupt it at any moment and run it again: lines that OUT has an answer for are not asked again. --url: of a server."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib
@@ -80,7 +78,7 @@ class Done:
     lines: set[str] = field(default_factory=set)
 
     @classmethod
-    def read(cls, path: Path) -> Done:
+    def read(cls, path: Path) -> "Done":
         """Reads an earlier run's output and cuts off an incomplete last line. ConfigError if the file holds anything else."""
         done = cls()
         if not path.exists():

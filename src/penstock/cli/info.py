@@ -1,8 +1,6 @@
 """Show what MODEL is, what memory would be used for, and which kernel serves which operation. Nothing is loaded.
 The folder's tensors are checked against the model by name and shape. --load starts the engine and reports what it measured."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -93,7 +91,7 @@ def survey(options: EngineOptions, load: bool = False) -> dict[str, Any]:
             "kernels": {op: {"serves": name, "refused": dict(kernels.refused.get(op, []))} for op, name in kernels.table()}}
 
 
-def _describe(spec: ModelSpec) -> dict[str, Any]:
+def _describe(spec: "ModelSpec") -> dict[str, Any]:
     layers = Counter((mixer.heads, mixer.kv_heads, mixer.head_size, mixer.window, _stored(mixer)) for mixer in spec.attentions)
     return {"architecture": spec.architecture, "parameters": spec.size, "width": spec.width, "vocab_size": spec.vocab_size,
             "context": spec.max_positions, "tied_embeddings": spec.head.tied, "layers": len(spec.blocks),
@@ -101,13 +99,13 @@ def _describe(spec: ModelSpec) -> dict[str, Any]:
                            "cache": codec} for (heads, kv_heads, size, window, codec), count in layers.items()]}
 
 
-def _stored(mixer: AttentionSpec) -> str:
+def _stored(mixer: "AttentionSpec") -> str:
     """The storage of keys and values, on the device and behind it."""
     aged = "" if mixer.aged is None else ", aged behind the device"
     return (mixer.codec.name if mixer.codec is not None else "plain") + aged
 
 
-def _weights(spec: ModelSpec, dtype: str, kernels: Kernels) -> list[dict[str, Any]]:
+def _weights(spec: "ModelSpec", dtype: str, kernels: "Kernels") -> list[dict[str, Any]]:
     """The storage of matrices, the kernels that compute with them, and which layers have them."""
     found: dict[str, dict[str, Any]] = {}
     places: dict[str, dict[str, list[int]]] = {}
@@ -135,7 +133,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(begins, ends, strict=True))
 
 
-def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spec: "ModelSpec") -> dict[str, Any]:
     """The files that would be read. Raises ModelError if tensors are missing, unused or of the wrong shape."""
     from penstock.models.registry import checkpoint_of, family_of
     from penstock.models.weights import assign

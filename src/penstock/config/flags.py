@@ -3,8 +3,6 @@
 A flag exists because a field exists: name, type, choices, heading, help and default are the field's. Nothing is resolved here,
 and nothing here knows a single option by name."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib
@@ -142,7 +140,7 @@ class Parser(argparse.ArgumentParser):
         """Every argument but subcommands."""
         return [action for action in self._actions if not isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
 
-    def subcommands(self) -> dict[str, Parser]:
+    def subcommands(self) -> "dict[str, Parser]":
         """The parsers of subcommands, by name."""
         return {name: parser for action in self._actions
                 if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001 (argparse has no public name for it)

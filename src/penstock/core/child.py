@@ -3,8 +3,6 @@
 A child gets its first message on standard input, a pipe that only its parent holds; later ones come and go over two ZMQ sockets
 in a folder that only this user may enter, or over TCP to another machine, encrypted for those who know PENSTOCK_SECRET."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -35,7 +33,7 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
     kind: str = "other"
 
     @classmethod
-    def of(cls, error: Exception) -> Failed:
+    def of(cls, error: Exception) -> "Failed":
         """Prints the trace of an error that is no message for the user."""
         if isinstance(error, ConfigError | ModelError):
             return cls(str(error), "config" if isinstance(error, ConfigError) else "model")
@@ -58,7 +56,7 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     key: str = ""
 
     @classmethod
-    def of(cls, error: RequestError, key: str = "") -> Refused:
+    def of(cls, error: RequestError, key: str = "") -> "Refused":
         return cls(error.message, error.param, error.code, error.status, error.retry, key)
 
     def error(self) -> RequestError:

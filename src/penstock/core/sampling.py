@@ -2,8 +2,6 @@
 
 Field names and call shape are vLLM's where the meaning is the same. `ops/sample.py` has the arithmetic."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -257,7 +255,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                                        param=param, code="invalid_value")
         self.check_lists()
 
-    def replace(self, **changes: Any) -> SamplingParams:
+    def replace(self, **changes: Any) -> "SamplingParams":
         """Returns a copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 

@@ -1,7 +1,5 @@
 """The structure of an answer as data, as tool-call dialects and structural tags define it. `grammar/` compiles it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -56,19 +54,19 @@ class Until(msgspec.Struct, frozen=True):
 class Sequence(msgspec.Struct, frozen=True):
     """All parts, one after the other."""
 
-    parts: tuple[Node, ...]
+    parts: "tuple[Node, ...]"
 
 
 class Either(msgspec.Struct, frozen=True):
     """One of the parts."""
 
-    parts: tuple[Node, ...]
+    parts: "tuple[Node, ...]"
 
 
 class Repeat(msgspec.Struct, frozen=True):
     """The part `least` to `most` times (None: any number), `separator` between."""
 
-    part: Node
+    part: "Node"
     separator: str = ""
     least: int = 0
     most: int | None = None
@@ -77,7 +75,7 @@ class Repeat(msgspec.Struct, frozen=True):
 class Triggered(msgspec.Struct, frozen=True):
     """Any text with `least` to `most` triggers, each followed by its node: (trigger, what follows the trigger)."""
 
-    tags: tuple[tuple[str, Node], ...]
+    tags: "tuple[tuple[str, Node], ...]"
     least: int = 0
     most: int | None = None
     never: tuple[str, ...] = ()
@@ -86,7 +84,7 @@ class Triggered(msgspec.Struct, frozen=True):
     """Markers that may occur there even where they are special tokens, which are no text."""
     last: bool = False
     """The answer ends behind the first tag; `least` is then 0 and `most` 1."""
-    start: Node | None = None
+    start: "Node | None" = None
     """With `last`: in place of text, the answer may be this from its very start."""
     unlike: tuple[str, ...] = ()
     """With `last`: regexes, of which none may match in the text."""

@@ -1,7 +1,5 @@
 """Parses one call in each form, from its start to its end, and reports the parts. The markers are in the descriptions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Generator
 from functools import partial
@@ -38,7 +36,7 @@ def alone(block: Block) -> bool:
     return not block.end and isinstance(block.form, Named) and not block.form.before
 
 
-def read(form: Form, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str, ...]) -> Wait:
+def read(form: Form, reader: Reader, sink: "Parser", tools: Tools, ends: tuple[str, ...]) -> Wait:
     """Parses one call. `ends` are the markers that may follow it. Raises MalformedError if the text is not a call."""
     match form:
         case Json():
@@ -54,7 +52,7 @@ def read(form: Form, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str
 class _Object:
     """A call written as a JSON object, with name and arguments in either order."""
 
-    def __init__(self, form: Json, reader: Reader, sink: Parser) -> None:
+    def __init__(self, form: Json, reader: Reader, sink: "Parser") -> None:
         self.form, self.reader, self.sink = form, reader, sink
         self.name = self.id = ""
         self.begun = False
@@ -143,7 +141,7 @@ class _Object:
         self.early = found
 
 
-def _named(form: Named, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str, ...]) -> Wait:
+def _named(form: Named, reader: Reader, sink: "Parser", tools: Tools, ends: tuple[str, ...]) -> Wait:
     if form.header[0] and (yield from reader.take(form.header[:1])):
         yield from reader.until(form.header[1:])
         yield from reader.space()
@@ -180,7 +178,7 @@ def _named(form: Named, reader: Reader, sink: Parser, tools: Tools, ends: tuple[
     reader.cut()
 
 
-def _tags(form: Tags, reader: Reader, sink: Parser, tools: Tools, ends: tuple[str, ...]) -> Wait:
+def _tags(form: Tags, reader: Reader, sink: "Parser", tools: Tools, ends: tuple[str, ...]) -> Wait:
     before, after = form.name
     if before:
         yield from reader.take((before,))
@@ -276,7 +274,7 @@ def _value(form: Tags, reader: Reader, tools: Tools, place: tuple[str, str], typ
         emit(as_json(value, types))
 
 
-def _python(reader: Reader, sink: Parser, tools: Tools) -> Wait:
+def _python(reader: Reader, sink: "Parser", tools: Tools) -> Wait:
     name, stop = yield from reader.word(_AFTER_NAME)
     if stop != "(" or not name or not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
         raise MalformedError("no call")

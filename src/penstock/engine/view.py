@@ -3,8 +3,6 @@
 It only looks, between two turns, and what it looks at is bounded, so that watching costs a step at most a few milliseconds.
 Steps are recorded only while somebody watches. It knows tokens by their number alone, never their text."""
 
-from __future__ import annotations
-
 import base64
 import heapq
 import time

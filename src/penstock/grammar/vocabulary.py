@@ -1,7 +1,5 @@
 """Describes a model's vocabulary to llguidance: each token's bytes, the special tokens, and how text is tokenized."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
@@ -41,7 +39,7 @@ def texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     return [tokenizer.token_bytes(token) for token in range(size)] + [b""] * (vocab_size - size)
 
 
-def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> LLTokenizer:
+def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> "LLTokenizer":
     """Returns llguidance's tokenizer; takes seconds for 200,000 tokens. `tokens` are the model's `texts`; each of `eos_ids`
     ends an answer. Raises RequestError if the model has no end-of-sequence token.
 
@@ -72,7 +70,7 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
     return LLTokenizer(cast("TokenizerWrapper", Described(tokens, encode, ends[0], tokenizer.bos_id, special)), eos_token=ends)
 
 
-def _equal(own: LLTokenizer, tokens: list[bytes], special: frozenset[int], encode: Callable[[str], list[int]]) -> bool:
+def _equal(own: "LLTokenizer", tokens: list[bytes], special: frozenset[int], encode: Callable[[str], list[int]]) -> bool:
     """Whether llguidance has the same tokens, and cuts the texts that grammars force into the same ones. It takes tokens
     without bytes for special, too, and those with byte 255 first, by which it marks special ones."""
     marked = special.union(token for token, text in enumerate(tokens) if text[:1] in (b"", b"\xff"))

@@ -4,8 +4,6 @@
 `stream` then loads them: on a CPU one parameter after another, so that memory peaks at the packed weights and one matrix; on a
 GPU at the speed of the disk."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import re

@@ -4,8 +4,6 @@ Implements the five commands that it needs itself (protocol: redis.io/docs/lates
 are then read straight into pinned memory, which client libraries do not support, and it is less code than an adapter. The
 server bounds its own size (maxmemory with an LRU policy); only damaged pages are deleted here."""
 
-from __future__ import annotations
-
 import io
 import re
 import socket
@@ -86,7 +84,7 @@ class RedisStore:
                 connection.close()
             self._idle.clear()
 
-    def _keys(self, connection: _Connection) -> list[bytes]:
+    def _keys(self, connection: "_Connection") -> list[bytes]:
         pattern = b"".join(b"\\" + bytes([byte]) for byte in self._prefix) + b"*"
         cursor, found, until = b"0", list[bytes](), time.monotonic() + _LIST_SECONDS
         while time.monotonic() < until and len(found) < _MOST_KEYS:
@@ -107,7 +105,7 @@ class RedisStore:
         rest = key[len(self._prefix):]
         return PageName(rest[0], rest[1:]) if len(rest) == 1 + _KEY_BYTES else key.decode("latin-1")
 
-    def _call(self, operation: Callable[[_Connection], Result]) -> Result:
+    def _call(self, operation: "Callable[[_Connection], Result]") -> Result:
         """Runs an idempotent operation on a connection reserved for it, again on a new one if the server has closed that."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -116,7 +114,7 @@ class RedisStore:
                 return self._on(connection, operation)
         return self._on(_Connection(self._url), operation)
 
-    def _on(self, connection: _Connection, operation: Callable[[_Connection], Result]) -> Result:
+    def _on(self, connection: "_Connection", operation: "Callable[[_Connection], Result]") -> Result:
         """Runs an operation on a connection, and closes the connection after an error, because its state is unknown."""
         try:
             result = operation(connection)

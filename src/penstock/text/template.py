@@ -3,8 +3,6 @@
 A template is a Jinja program from the model's authors. It runs in Jinja's immutable sandbox with the settings, filters and
 variables that transformers gives it, so the text is the same; it is compiled once."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +95,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path | str, override: str | None = None,
-             special_tokens: Mapping[str, Any] | None = None) -> ChatTemplate:
+             special_tokens: Mapping[str, Any] | None = None) -> "ChatTemplate":
         """The templates in a model's folder, or the one that `override` is: a name among them, a file, or a template's text.
 
         `special_tokens` are the variables (bos_token, ...), by default what the folder's tokenizer files name. A folder without
@@ -114,7 +112,7 @@ class ChatTemplate:
         return cls._parse(found, variables, ModelError)
 
     @classmethod
-    def _parse(cls, found: Mapping[str, str], variables: Mapping[str, Any], kind: type[Exception]) -> ChatTemplate:
+    def _parse(cls, found: Mapping[str, str], variables: Mapping[str, Any], kind: type[Exception]) -> "ChatTemplate":
         """`found` is texts by where they come from: a name, or a file."""
         for name, text in found.items():
             try:
@@ -135,7 +133,7 @@ class ChatTemplate:
         """True if any of the templates contains this variable's name."""
         return any(variable in source for source in self.sources.values())
 
-    def using(self, override: str) -> ChatTemplate:
+    def using(self, override: str) -> "ChatTemplate":
         """The same variables with another template, for one request: a name among these, or a template's text; no files."""
         if override in self.sources:
             return ChatTemplate({DEFAULT: self.sources[override]}, self.variables)
@@ -168,7 +166,7 @@ class ChatTemplate:
         text = self._run(compiled, {**self.variables, **plain, "add_generation_prompt": add_generation_prompt})
         return _cut(text) if continue_final_message else text
 
-    def _choose(self, tools: bool) -> _Compiled:
+    def _choose(self, tools: bool) -> "_Compiled":
         """The template for a conversation, compiled. RequestError if there is none, or it is not Jinja."""
         name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
         if not self.sources:
@@ -184,7 +182,7 @@ class ChatTemplate:
             # Such as a filter that does not exist, which parsing alone does not find.
             raise _broken(error) from None
 
-    def _run(self, compiled: _Compiled, variables: dict[str, Any]) -> str:
+    def _run(self, compiled: "_Compiled", variables: dict[str, Any]) -> str:
         try:
             return compiled.run(variables)
         except _Refusal as error:

@@ -3,8 +3,6 @@
 The keys of the results are those of vLLM's `bench latency` and `bench throughput`, and with them what the engine itself
 counted: steps, and the time of a step that is not spent in kernels."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time
@@ -45,7 +43,7 @@ def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
             "output_tokens_per_second": args.batch_size * args.output_len / mean, **report}
 
 
-def _batches(run: _Run, args: argparse.Namespace) -> list[float]:
+def _batches(run: "_Run", args: argparse.Namespace) -> list[float]:
     """The seconds of each measured batch."""
     seconds: list[float] = []
     for turn in range(args.num_iters_warmup + args.num_iters):
@@ -57,7 +55,7 @@ def _batches(run: _Run, args: argparse.Namespace) -> list[float]:
     return seconds
 
 
-def _batch(run: _Run, args: argparse.Namespace, turn: int) -> list[Item]:
+def _batch(run: "_Run", args: argparse.Namespace, turn: int) -> list[Item]:
     """New prompts each time: a cache of prefixes must not answer for the engine."""
     shape = argparse.Namespace(num_prompts=args.batch_size, random_input_len=args.input_len, random_output_len=args.output_len,
                                random_range_ratio=0.0, random_prefix_len=0, trace=None, length_scale=1.0, max_input_len=None,
@@ -116,7 +114,7 @@ def _speculation_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
                                      ("speed-up against no drafts", found["speedup"])]
 
 
-def _beside_off(run: _Run, args: argparse.Namespace, seconds: float, measured: Callable[[_Run], float]) -> dict[str, Any]:
+def _beside_off(run: "_Run", args: argparse.Namespace, seconds: float, measured: "Callable[[_Run], float]") -> dict[str, Any]:
     """The gain by drafts: the same requests without any, after `run`'s engine is closed. Nothing if `run` drafted nothing."""
     if speculation(run.options) is None:
         return {}
