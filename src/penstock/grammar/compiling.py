@@ -2,8 +2,6 @@
 
 Requests wait here until their grammar is ready; others continue, because llguidance compiles without the GIL."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -41,7 +39,7 @@ class _Compiled(msgspec.Struct):
     """A grammar's matchers. A copy shares its lexer, and the lock on it, with the matcher that it was copied from: masks of
     rows that follow one grammar are computed in parallel only if the rows come from several."""
 
-    matchers: list[LLMatcher]
+    matchers: "list[LLMatcher]"
     asked: int = 1
     """The number of matchers, those that are being compiled included."""
     rows: int = 0
@@ -116,7 +114,7 @@ class Compiler:
             self._spread(request)
         return [(request, errors[_key(request)]) for request in over]
 
-    def matcher(self, request: Request) -> tuple[LLMatcher | None, int]:
+    def matcher(self, request: Request) -> "tuple[LLMatcher | None, int]":
         """Returns a new matcher of the request's grammar, if it has one, and a number that is the same where the lock is."""
         if request.params.grammar is None:
             return None, 0
@@ -145,7 +143,7 @@ class Compiler:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def _take(self, key: tuple[str, tuple[int, ...]], future: Future[LLMatcher]) -> RequestError | None:
+    def _take(self, key: tuple[str, tuple[int, ...]], future: "Future[LLMatcher]") -> RequestError | None:
         try:
             self._keep(key, future.result())
         except RequestError as error:
@@ -154,14 +152,14 @@ class Compiler:
             return RequestError(f"the answer cannot be constrained: {error}", code="unsupported_parameter")
         return None
 
-    def _keep(self, key: tuple[str, tuple[int, ...]], matcher: LLMatcher) -> None:
+    def _keep(self, key: tuple[str, tuple[int, ...]], matcher: "LLMatcher") -> None:
         self._done[key] = _Compiled([matcher])
         self._characters += len(key[0])
         while len(self._done) > 1 and (len(self._done) > _CACHED or self._characters > _CACHED_CHARACTERS):
             (text, _), _ = self._done.popitem(last=False)
             self._characters -= len(text)
 
-    def _compile(self, grammar: str, eos_ids: tuple[int, ...]) -> LLMatcher:
+    def _compile(self, grammar: str, eos_ids: tuple[int, ...]) -> "LLMatcher":
         from llguidance import LLMatcher
 
         tokenizer = self._tokenizer(eos_ids)
@@ -176,7 +174,7 @@ class Compiler:
                                f"{matcher.get_error().split('<state>')[0].strip()}", code="unsupported_schema")
         return matcher
 
-    def _tokenizer(self, eos_ids: tuple[int, ...]) -> LLTokenizer:
+    def _tokenizer(self, eos_ids: tuple[int, ...]) -> "LLTokenizer":
         with self._lock:
             if eos_ids not in self._tokenizers:
                 tokenizer = self._load()

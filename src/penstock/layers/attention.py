@@ -1,7 +1,5 @@
 """Self-attention with keys and values in the paged cache: its description, and the layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -118,7 +116,7 @@ class AttentionSpec:
     def _keys(self, name: str) -> Piece:
         return Piece(name, self.kv_heads * self.head_size, self.head_size, copied=True)
 
-    def share(self, ranks: int) -> AttentionSpec:
+    def share(self, ranks: int) -> "AttentionSpec":
         if self.norm is not None and self.norm.whole and not isinstance(self.norm.norm, RMSNormSpec):
             raise ModelError("a LayerNorm of all heads together cannot be divided; use tensor_parallel_size 1")
         heads, kv_heads = (piece.room(ranks) // self.head_size for piece in (self._queries("q"), self._keys("k")))
@@ -149,7 +147,7 @@ class AttentionSpec:
         fields, aged = (tuple(replace(field, stripes=self.stripes) for field in some) for some in (fields, aged))
         return (StateSpec(fields, keep, aged),)
 
-    def build(self, path: str, build: Build) -> Attention:
+    def build(self, path: str, build: Build) -> "Attention":
         return Attention(self, path, build)
 
 

@@ -3,8 +3,6 @@
 One mixer is the whole stack of layers. A step's tokens are one sequence with positions for the modules; only attention tells
 the rows apart, and that is ours, registered with transformers under `NAME`. `models/fallback.py` finds such models."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -118,10 +116,10 @@ class ForeignSpec:
         return tuple(StateSpec((Field("k", (each.kv_heads, each.head_size), dtype),
                                 Field("v", (each.kv_heads, each.head_size), dtype)), Everything()) for each in self.attentions)
 
-    def share(self, _ranks: int) -> ForeignSpec:
+    def share(self, _ranks: int) -> "ForeignSpec":
         raise ModelError("a model that runs through transformers' modules cannot be divided; use tensor_parallel_size 1")
 
-    def build(self, path: str, build: Build) -> Foreign:
+    def build(self, path: str, build: Build) -> "Foreign":
         return Foreign(self, path, build)
 
 

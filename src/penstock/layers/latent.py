@@ -4,8 +4,6 @@ Two forms compute the same. Absorbed: queries are taken to the latent's space, a
 for decoding at the memory's rate. Expanded: the keys and values of a long prefill segment are computed from the latents, block
 by block, for fewer operations; `AttentionOps.library_spans` names those segments, by their own lengths alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -84,14 +82,14 @@ class LatentAttentionSpec:
         yield Parameter(f"{path}.kv_b.weight", (self.heads * size, self.rank), PLAIN, split=Split.ROWS, unit=size, decoded=True)
         yield from self.output.parameters(f"{path}.o")
 
-    def share(self, ranks: int) -> LatentAttentionSpec:
+    def share(self, ranks: int) -> "LatentAttentionSpec":
         """Ranks divide the heads; all hold every latent."""
         return replace(self, heads=Piece("q", self.heads).room(ranks))
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         return (StateSpec((Field("latent", (1, self.latent_size), dtype, split="whole"),), Everything()),)
 
-    def build(self, path: str, build: Build) -> LatentAttention:
+    def build(self, path: str, build: Build) -> "LatentAttention":
         return LatentAttention(self, path, build)
 
 
@@ -245,7 +243,7 @@ class SparseLatentAttentionSpec(LatentAttentionSpec):
         scales = () if dtype == "float32" else (Field("index_scale", (1, 1), "float32", split="whole"),)
         return (StateSpec((Field("latent", (1, self.latent_size), dtype, split="whole"), index, *scales), Everything()),)
 
-    def build(self, path: str, build: Build) -> SparseLatentAttention:
+    def build(self, path: str, build: Build) -> "SparseLatentAttention":
         return SparseLatentAttention(self, path, build)
 
 

@@ -2,8 +2,6 @@
 
 Pure functions of numbers. Reading them from a config is `models/config.py`; applying them is the operation `rope_write`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

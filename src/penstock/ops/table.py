@@ -3,8 +3,6 @@
 An operation is a name with a reference in `ops/<op>.py`. A faster implementation registers beside it with a `supports`
 function that returns None, or the reason why it cannot serve."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
