@@ -1,9 +1,12 @@
 """Mixtral, and in `LIKE` other mixtures of experts whose layers are Llama's otherwise."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from penstock.models import family
 from penstock.models.families import llama
-from penstock.models.family import Config, EmbeddingSpec, Like, MixerSpec, ModelSpec, Rule, parts, rules
+from penstock.models.family import Config, Like, MixerSpec, ModelSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)
@@ -53,7 +56,7 @@ def afmoe(config: Config) -> ModelSpec:
     every, scale = config.integer("global_attn_every_n_layers", 4), config.integer("hidden_size") ** 0.5
     return llama.spec(config, normed="before", attends={"gate": True}, full={"rope": None}, mlps=_afmoe_mlps, post=True,
                       windows=llama.slides(lambda layer: (layer + 1) % every != 0, 1024),
-                      embedding=EmbeddingSpec(scale if config.flag("mup_enabled", False) else 1.0))
+                      embedding=family.EmbeddingSpec(scale if config.flag("mup_enabled", False) else 1.0))
 
 
 def _afmoe_mlps(config: Config) -> list[MixerSpec]:
@@ -69,6 +72,79 @@ def _granite_experts(config: Config) -> MixerSpec:
     """Chosen by logits and weighted by a softmax over the chosen; perhaps with a shared one."""
     return parts.experts(config, parts.routing(config, "softmax_after"), inner="intermediate_size",
                          shared_inner=config.integer("shared_intermediate_size", 0, least=0))
+
+
+def ernie4_5(config: Config) -> ModelSpec:
+    """Interleaved rotation, experts by corrected softmax from some layer on, and shared ones."""
+    norm, bias, layers = parts.rms_norm(config), config.flag("use_bias", False), config.integer("num_hidden_layers")
+    config = config.changed(num_experts_per_tok=config.integer("moe_k"))
+    routing = parts.routing(config, normalise=True, corrected=True, least=config.number("moe_norm_min", 1e-12))
+    shared = config.integer("moe_num_shared_experts", least=0) * config.integer("moe_intermediate_size")
+    mixture = replace(parts.experts(config, routing, shared_inner=shared), shared_bias=bias)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config), theta=500000.0, interleaved=True), bias=bias)
+    first, last = (config.integer(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
+    chosen, every = range(first, (last if last >= 0 else layers - 1) + 1), config.integer("moe_layer_interval", 1)
+    mlp = parts.gated_mlp(config, bias=bias)
+    mlps = [mixture if i in chosen and (i + 1) % every == 0 else mlp for i in range(layers)]
+    head = family.HeadSpec(config.flag("tie_word_embeddings", True), bias=bias)
+    return parts.layered(config, attention, mlps, norm, head=head)
+
+
+def hunyuan(config: Config) -> ModelSpec:
+    """Hunyuan 1 (A13B): queries and keys are normed after the rotation; experts beside a shared one in every layer."""
+    return llama.spec(_with_theta(config), normed="after", mlps=_hunyuan_mlps)
+
+
+def _hunyuan_mlps(config: Config) -> list[MixerSpec]:
+    """Of each layer."""
+    wide, experts = config.integer("intermediate_size"), parts.expert_count(config)
+    numbers = (_of_each(config, name, default) for name, default in (
+        ("moe_topk", 1), ("num_shared_expert", 1), ("moe_intermediate_size", wide)))
+    return [parts.experts(config.changed(moe_intermediate_size=inner), Routing(experts, picks, normalise=True),
+                          shared_inner=shared * wide) for picks, shared, inner in zip(*numbers, strict=True)]
+
+
+def _of_each(config: Config, name: str, default: int) -> list[int]:
+    """A value that configs state once, or for each layer."""
+    layers = config.integer("num_hidden_layers")
+    if isinstance(config.values.get(name), list):
+        found = config.listing(name, layers, lambda value: isinstance(value, int) and value > 0, "a whole number above 0")
+        return found or []
+    return [config.integer(name, default)] * layers
+
+
+def _with_theta(config: Config) -> Config:
+    """Where the rotation is called dynamic but has an `alpha`, that is a fixed factor of the base (NTK-aware scaling)."""
+    name = "rope_parameters" if "rope_parameters" in config.values else "rope_scaling"
+    given: dict[str, Any] = config.values.get(name) or {}
+    if not isinstance(given, dict) or not given.get("alpha"):
+        return config
+    size, theta = parts.head_size(config), given.get("rope_theta", config.number("rope_theta", 10000.0))
+    return Config({**config.given, name: None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": theta * given["alpha"] ** (size / (size - 2))}}, HUNYUAN_DEFAULTS)
+
+
+def phi(config: Config) -> ModelSpec:
+    """Phi-3.5: layer norms with biases, LongRoPE, and experts picked one after another (sparsemixer)."""
+    if config.integer("num_experts_per_tok") != 2:
+        raise config.wrong("num_experts_per_tok", "2: experts are picked and weighted in pairs")
+    routing = Routing(parts.expert_count(config), 2, "sparsemixer", jitter=config.number("router_jitter_noise"))
+    mixture = parts.experts(config, routing, inner="intermediate_size")
+    return llama.spec(_one_scale(config), norm=lambda config: family.LayerNormSpec(config.number("rms_norm_eps")),
+                      mlps=lambda _config: mixture, theta=1000000.0, windows=llama.slides(width=0),
+                      head=family.HeadSpec(config.flag("tie_word_embeddings", False), bias=config.flag("lm_head_bias", False)))
+
+
+def _one_scale(config: Config) -> Config:
+    """With the amplitude of the rotation under the usual key; it is the same for short and long contexts in all checkpoints."""
+    name = "rope_parameters" if "rope_parameters" in config.values else "rope_scaling"
+    given = config.values.get(name)
+    if not isinstance(given, dict) or "short_mscale" not in given:
+        return config
+    if given["short_mscale"] != given.get("long_mscale"):
+        raise config.wrong(name, "equal short_mscale and long_mscale")
+    scaled = {key: value for key, value in given.items() if not key.endswith("_mscale")}
+    return Config({**config.given, name: {**scaled, "attention_factor": given["short_mscale"]}}, PHI_DEFAULTS)
 
 
 AFMOE = (
@@ -87,6 +163,29 @@ GRANITE = (
         "shared_mlp.output_linear.weight": "mlp.shared.down.weight"}),
     *rules.LLAMA,
 )
+HUNYUAN = (
+    *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", "shared_mlp.gate_proj.*": "mlp.shared.gate.*",
+        "shared_mlp.up_proj.*": "mlp.shared.up.*", "shared_mlp.down_proj.*": "mlp.shared.down.*"}),
+    *rules.EXPERTS,
+    *llama.HUNYUAN,
+)
+HUNYUAN_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+ERNIE = (
+    Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
+    Rule("lm_head.bias", "head.bias"),
+    Rule("model.mtp_**", None),
+    *rules.EXPERTS,
+    *rules.LLAMA,
+)
+PHI = (
+    *rules.MIXTRAL_EXPERTS,
+    Rule("model.layers.#.input_layernorm.bias", "blocks.#.attention.pre.bias"),
+    Rule("model.layers.#.post_attention_layernorm.bias", "blocks.#.mlp.pre.bias"),
+    Rule("model.norm.bias", "norm.bias"),
+    Rule("lm_head.bias", "head.bias"),
+    *rules.LLAMA,
+)
+PHI_DEFAULTS = {**DEFAULTS, "num_local_experts": 16, "router_jitter_noise": 0.01}
 LIKE = (
     Like(("AfmoeForCausalLM",), ("afmoe",),
          {"hidden_act": "silu", "max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "num_dense_layers": 1},
@@ -110,4 +209,10 @@ LIKE = (
     Like(("OlmoeForCausalLM",), ("olmoe",),
          {"hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64,
           "num_experts_per_tok": 8}, olmoe, (*rules.EXPERTS, *rules.LLAMA)),
+    Like(("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"), ("ernie4_5_moe",),
+         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+          "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
+          "moe_layer_start_index": 1, "moe_layer_end_index": -1}, ernie4_5, ERNIE),
+    Like(("HunYuanMoEV1ForCausalLM",), ("hunyuan_v1_moe",), HUNYUAN_DEFAULTS, hunyuan, HUNYUAN),
+    Like(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("phimoe",), PHI_DEFAULTS, phi, PHI),
 )
