@@ -111,12 +111,12 @@ def watched() -> Iterator[Passes]:
         event.record()
         return event
 
-    def timed(self: Chain, plan: Any, picked: Any, passes: Any, row: torch.Tensor, *others: Any) -> None:
-        count = int(passes.max(initial=0))
-        begin = mark(row.device)
-        run(self, plan, picked, passes, row, *others)
+    def timed(self: Chain, plan: Any, picked: Any, passes: Any, *others: Any) -> None:
+        count, device = int(passes.max(initial=0)), self._runner.builder.device
+        begin = mark(device)
+        run(self, plan, picked, passes, *others)
         if count:
-            found.marks.append((begin, mark(row.device), count))
+            found.marks.append((begin, mark(device), count))
 
     Chain.run = timed  # type: ignore[method-assign]
     try:

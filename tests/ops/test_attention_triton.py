@@ -15,6 +15,8 @@ from penstock.ops import attention_library, attention_work
 from penstock.ops.attention import LEAST, Geometry, Span, Stripe, Tree
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import FIELDS, LISTED, Launch, WorkItem
+from penstock.ops.rows_triton import move_step
+from penstock.ops.step import Moving
 from tests.ops import test_attention_trees as trees
 from tests.ops.kernels import close, reference
 from tests.ops.test_attention import CASES, Case
@@ -137,7 +139,12 @@ def test_upper_bounds_of_contexts(segments: list[tuple[int, int]], window: int) 
         room, tokens = len(segments) + 2, int(counts.sum()) + 3
         bound = context + np.array(lag, np.int32)
         work = torch.from_numpy(TRITON.prepare(geometry, counts, bound, room, tokens, slack=slack)).to(DEVICE)
-        TRITON.correct(geometry, work, torch.tensor([*lag, 0, 0], dtype=torch.int32, device=DEVICE), room, tokens)
+        places = torch.zeros(9, room, dtype=torch.int32, device=DEVICE)
+        of = Moving(*places)
+        of.row[:], of.start[:len(segments)] = torch.arange(room), torch.from_numpy(bound - counts)
+        of.slack[:len(segments)] = torch.from_numpy(slack)
+        length = torch.from_numpy(np.append(bound - counts - np.array(lag, np.int32), [0, 0])).to(DEVICE) + 1
+        move_step(of, TRITON.items(geometry, work, room, tokens), length)
         q = torch.zeros(tokens, 4, 64, device=DEVICE)
         q[:len(case.q)] = case.q
         exact, starts = torch.zeros(room, dtype=torch.int32, device=DEVICE), torch.full((room + 1,), len(case.q), device=DEVICE)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.ops.attention_work import FIELDS, WorkItem
 from penstock.ops.registry import implementations
+from penstock.ops.step import Moving
 from tests.ops.kernels import reference
 
 
@@ -34,3 +36,25 @@ def test_build_step(name: str, padding: tuple[int, int]) -> None:
     for found, wanted in zip((built.tokens, built.positions, *built.tables, *built.slots),
                              (plain.tokens, plain.positions, *plain.tables, *plain.slots), strict=True):
         assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def test_segments_move_to_where_they_begin_and_on() -> None:
+    """Three segments: one whose start is known within two positions, one of three passes, and one of a single pass. Then a
+    pass: the second alone goes on, and nothing more is chosen for the others."""
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    of = Moving(row=ints(4, 2, 0), start=ints(20, 12, 7), context=ints(21, 13, 8), slack=ints(2, 0, 0), behind=ints(1, 0, 0),
+                left=ints(1, 3, 1), line_row=ints(4, 2, 0, -1), line_position=ints(21, 13, 8, 0), line_segment=ints(0, 1, 2, 0))
+    items = torch.zeros(4, FIELDS, dtype=torch.int32)
+    items[:, WorkItem.SEGMENT], items[:, WorkItem.POSITION] = ints(0, 1, 2, 1), ints(20, 12, 7, 12)
+    items[3, WorkItem.LISTED], items[:, WorkItem.QUERIES] = 1, 2
+    reference("move_step")(of, [items], ints(0, 0, 0, 0, 20))
+    assert of.start.tolist() == [18, 10, 7] and of.context.tolist() == [19, 11, 8]
+    assert of.line_position.tolist()[:3] == [19, 11, 8] and items[:, WorkItem.POSITION].tolist() == [18, 10, 7, 12]
+    for passed in (1, 2):
+        reference("move_step")(of, [items], None)
+        assert of.start.tolist() == [18, 10 + passed, 7] and of.line_position.tolist()[:3] == [19, 11 + passed, 8]
+        assert of.line_row.tolist() == [-1, 2, -1, -1] and items[:, WorkItem.POSITION].tolist() == [18, 10 + passed, 7, 12]
+    reference("move_step")(of, [items], None)
+    assert of.start.tolist() == [18, 12, 7] and of.line_row.tolist() == [-1] * 4

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.ops.rows_triton import bring, build_step
+from penstock.ops.attention_work import FIELDS
+from penstock.ops.rows_triton import bring, build_step, move_step
+from penstock.ops.step import Moving
 from tests.ops.interpreter import DEVICE
 from tests.ops.kernels import reference
 
@@ -55,3 +57,31 @@ def test_build_step(case: tuple[int, int, int, int, list[int], int, int]) -> Non
             assert torch.equal(found.slots[g], wanted.slots[g]) and found.slots[g].dtype == torch.int64
             assert found.tables[g].shape == wanted.tables[g].shape
             assert torch.equal(found.tables[g].cpu()[kept], wanted.tables[g].cpu()[kept])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, [3]), (7, 7, []), (5, 40, [600, 17]), (700, 1200, [1500])], ids=str)
+def test_move_step(sizes: tuple[int, int, list[int]]) -> None:
+    """The first correction and the passes behind it: segments that the host is sure of and others, with and without passes."""
+    segments, lines, lists = sizes
+    generator = torch.Generator().manual_seed(segments)
+
+    def random(below: int, *size: int, least: int = 0) -> torch.Tensor:
+        return torch.randint(least, below, size, generator=generator, dtype=torch.int32)
+
+    places = {"row": random(9, segments), "start": random(900, segments), "context": random(900, segments),
+              "slack": random(3, segments), "behind": random(5, segments, least=-2), "left": random(4, segments),
+              "line_row": random(9, lines, least=-1), "line_position": random(900, lines),
+              "line_segment": random(segments, lines)}
+    work = [random(3, count, FIELDS) for count in lists]
+    for items in work:
+        items[:, 3] = random(segments, len(items))
+    length = random(900, 9)
+    sides = []
+    for call in (reference("move_step"), move_step):
+        of, copies = Moving(*(part.clone().to(DEVICE) for part in places.values())), [x.clone().to(DEVICE) for x in work]
+        for given in (length.to(DEVICE), None, None):
+            call(of, copies, given)
+            sides.append([x.clone().cpu() for x in (*of, *copies)])
+    for wanted, found in zip(sides[:3], sides[3:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    assert not torch.equal(sides[0][1], sides[1][1]) or not (places["left"] > 1).any()

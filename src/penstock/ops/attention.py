@@ -154,12 +154,13 @@ class AttentionOps:
         sum(counts) are the padded sizes (the bucket). The array's length and the launch grids depend only on the geometry and
         these two sizes, because a captured CUDA graph is replayed with other contents. `library` lists the segments that a
         vendor library computes. Without `shared`, each segment reads its shared prefix itself. With `slack` [S], context is an
-        upper bound that may be up to slack[s] positions too long, and `correct` must run on the device afterwards."""
+        upper bound that may be up to slack[s] positions too long, and `move_step` must run on the device afterwards."""
         return None
 
-    def correct(self, geometry: Geometry, work: torch.Tensor | None, lag: torch.Tensor, segments: int, tokens: int) -> None:
-        """Corrects in place, on the device, a work list that `prepare` made with `slack`. lag [segments] int32 is the number of
-        positions by which each context is shorter. `segments` and `tokens` are the arguments of `prepare`."""
+    def items(self, geometry: Geometry, work: torch.Tensor, segments: int, tokens: int) -> list[torch.Tensor]:
+        """Views [n, FIELDS] of the work items in a list that `prepare` made with `slack`, for `ops/step.py::move_step`, which
+        moves them to where their segments are. `segments` and `tokens` are the arguments of `prepare`."""
+        return []
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,

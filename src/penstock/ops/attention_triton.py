@@ -51,9 +51,10 @@ class TritonAttention(AttentionOps):
         return attention_work.prepare(geometry, counts, context, segments, tokens, self.invariant,
                                       [span.segment for span in library], shared, slack)
 
-    def correct(self, geometry: Geometry, work: torch.Tensor | None, lag: torch.Tensor, segments: int, tokens: int) -> None:
-        assert work is not None
-        attention_work.correct(work, attention_work.layout(geometry, segments, tokens, self.invariant), lag)
+    def items(self, geometry: Geometry, work: torch.Tensor, segments: int, tokens: int) -> list[torch.Tensor]:
+        layout, fields = attention_work.layout(geometry, segments, tokens, self.invariant), attention_work.FIELDS
+        return [work[launch.offset:launch.offset + launch.items * fields].view(-1, fields)
+                for launch in (layout.narrow, layout.broad) if launch is not None]
 
     def apply(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
               query_start: torch.Tensor, context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0,

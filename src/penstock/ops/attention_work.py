@@ -235,16 +235,13 @@ def _round(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def correct(work: torch.Tensor, plan: Layout, lag: torch.Tensor) -> None:
-    """Implements AttentionOps.correct: moves query positions back by `lag`.
+def move(items: torch.Tensor, by: torch.Tensor) -> None:
+    """Moves the query positions of work items [n, FIELDS] on, in place, by as many positions as their segments [S].
 
     Key ranges stay unchanged: programs read no keys behind their queries, so an item that lies entirely behind them contributes
     nothing. Shared-prefix items stay unchanged too, because their keys precede all of their queries in any case."""
-    for launch in (plan.narrow, plan.broad):
-        if launch is not None:
-            items = work[launch.offset:launch.offset + launch.items * FIELDS].view(-1, FIELDS)
-            own = (items[:, WorkItem.LISTED] == 0) | (items[:, WorkItem.QUERIES] == 1)
-            items[:, WorkItem.POSITION] -= lag[items[:, WorkItem.SEGMENT].long()] * own
+    own = (items[:, WorkItem.LISTED] == 0) | (items[:, WorkItem.QUERIES] == 1)
+    items[:, WorkItem.POSITION] += by[items[:, WorkItem.SEGMENT].long()] * own
 
 
 def prepare(geometry: Geometry, counts: Ints, context: Ints, segments: int, tokens: int, invariant: bool,

@@ -71,6 +71,7 @@ class Kernels:
         route = staticmethod(routing.route)
         build_step = staticmethod(step.build_step)
         bring = staticmethod(step.bring)
+        move_step = staticmethod(step.move_step)
         gated = staticmethod(activations.gated)
         activation = staticmethod(activations.activation)
 

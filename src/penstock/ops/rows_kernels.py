@@ -297,3 +297,50 @@ def build_step(known, row, start, query_start, tables, tokens_out, positions_out
             for g in tl.static_range(len(tables)):
                 pages = tl.load(tables[g] + whose * table_row + column, mask=column < used)
                 tl.store(tables_out[g] + segment.to(tl.int64) * cut_row + column, pages, mask=column < used)
+
+
+@triton.jit
+def _by(segment, inside, row, start, slack, behind, left, length, first: tl.constexpr):
+    """By how many positions these segments move."""
+    passes = tl.load(left + segment, mask=inside, other=0)
+    by = (passes > 1).to(tl.int32)
+    if first:
+        known = tl.load(length + tl.load(row + segment, mask=inside, other=0), mask=inside, other=0)
+        place = known - 1 - tl.load(behind + segment, mask=inside, other=0)
+        unsure = tl.load(slack + segment, mask=inside, other=0) > 0
+        by = tl.where(unsure, place - tl.load(start + segment, mask=inside, other=0), tl.minimum(1 - passes, 0))
+    return by
+
+
+@triton.jit(do_not_specialize=("items", "lines", "segments"))
+def move_step(work, row, start, context, slack, behind, left, line_row, line_position, line_segment, length, items, lines,
+              segments, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr, linked: tl.constexpr,
+              fields: tl.constexpr, place: tl.constexpr, whose: tl.constexpr, queries: tl.constexpr, listed: tl.constexpr):
+    """As ops/step.py has it; `first`: by `length`. The last launch for a step moves all but the work items, too."""
+    enter(linked)
+    for begin in range(0, items, block):
+        at = begin + tl.arange(0, block)
+        inside = at < items
+        one = work + at * fields
+        by = _by(tl.load(one + whose, mask=inside, other=0), inside, row, start, slack, behind, left, length, first)
+        own = (tl.load(one + listed, mask=inside, other=0) == 0) | (tl.load(one + queries, mask=inside, other=0) == 1)
+        tl.store(one + place, tl.load(one + place, mask=inside, other=0) + tl.where(own, by, 0), mask=inside)
+    if last:
+        for begin in range(0, lines, block):
+            at = begin + tl.arange(0, block)
+            inside = at < lines
+            segment = tl.load(line_segment + at, mask=inside, other=0)
+            by = _by(segment, inside, row, start, slack, behind, left, length, first)
+            tl.store(line_position + at, tl.load(line_position + at, mask=inside, other=0) + by, mask=inside)
+            if not first:
+                tl.store(line_row + at, tl.full((block,), -1, tl.int32), mask=inside & (by == 0))
+        # The places of segments change once nothing reads them any more.
+        tl.debug_barrier()
+        for begin in range(0, segments, block):
+            at = begin + tl.arange(0, block)
+            inside = at < segments
+            by = _by(at, inside, row, start, slack, behind, left, length, first)
+            tl.store(start + at, tl.load(start + at, mask=inside, other=0) + by, mask=inside)
+            tl.store(context + at, tl.load(context + at, mask=inside, other=0) + by, mask=inside)
+            if not first:
+                tl.store(left + at, tl.load(left + at, mask=inside, other=0) - 1, mask=inside)

@@ -1,15 +1,17 @@
 """Operations on the rows of a step on NVIDIA GPUs, each in one launch. This module chooses grids and blocks."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from penstock.ops import gpu, routing
+from penstock.ops.attention_work import FIELDS, WorkItem
 from penstock.ops.coded_forms import attached
 from penstock.ops.latent import HeadLinearOps
 from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
-from penstock.ops.step import StepTensors
+from penstock.ops.step import Moving, StepTensors
 from penstock.ops.table import register
 
 _COPIED = 2048
@@ -258,3 +260,21 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
         segments, tokens, columns, segments.bit_length(), pieces, known.stride(0), stride, cut_row, page=page, block=_STEPPED,
         wide=wide, linked=linked, num_warps=4, launch_pdl=linked)
     return StepTensors(ids[0, :tokens], ids[1, :tokens], [table[:, :columns] for table in cut], [s[:tokens] for s in slots])
+
+
+_MOVED = 512
+"""Items, lines or segments that are moved at a time."""
+_ITEM = {"fields": FIELDS, "place": int(WorkItem.POSITION), "whose": int(WorkItem.SEGMENT), "queries": int(WorkItem.QUERIES),
+         "listed": int(WorkItem.LISTED)}
+
+
+@register("move_step", "triton", rank=10, supports=gpu.supports)
+def move_step(of: Moving, work: Sequence[torch.Tensor], length: torch.Tensor | None) -> None:
+    """One program does it all, because it changes what it reads."""
+    from penstock.ops.rows_kernels import move_step as kernel
+
+    linked = gpu.linked(of.row.device)
+    lists = work or [of.row[:0]]
+    for items in lists:
+        kernel[(1,)](items, *of, length, len(items), len(of.line_row), len(of.row), first=length is not None,
+                     last=items is lists[-1], block=_MOVED, linked=linked, num_warps=4, launch_pdl=linked, **_ITEM)

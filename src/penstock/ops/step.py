@@ -1,10 +1,13 @@
 """From segments to flat arrays: the token and position of each query, and the cache slot that its entry is written to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from penstock.ops import attention_work
 from penstock.ops.table import register
 from penstock.platform.facts import DeviceFacts
 
@@ -69,3 +72,42 @@ def build_on_host(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Te
         out[:end] = table.numpy()[mine, index].astype(np.int64) * page + offset
     return StepTensors(torch.from_numpy(ids), torch.from_numpy(positions),
                        [torch.from_numpy(table.numpy()[rows, :columns]) for table in tables], list(torch.from_numpy(slots)))
+
+
+class Moving(NamedTuple):
+    """What a step's array says of S segments [S] and L logits rows [L] whose places the device corrects, int32."""
+
+    row: torch.Tensor
+    start: torch.Tensor
+    context: torch.Tensor
+    slack: torch.Tensor
+    """Above 0: the host does not know the segment's start."""
+    behind: torch.Tensor
+    """Positions by which such a segment begins before its row's last known token."""
+    left: torch.Tensor
+    """Passes of one token that are to come, the host having filled in the last of them; 0: no passes follow each other."""
+    line_row: torch.Tensor
+    """-1: padding, or a segment whose passes are over."""
+    line_position: torch.Tensor
+    line_segment: torch.Tensor
+
+
+@register("move_step", "reference", rank=0)
+def move_step(of: Moving, work: Sequence[torch.Tensor], length: torch.Tensor | None) -> None:
+    """Moves segments, their logits rows and attention's work items [n, FIELDS] in `work` to where they are, in place.
+
+    length [row] int32, numbers of known tokens: to where a step, or the first of its passes, begins. None: a pass has ended.
+    Segments with passes to come go on by one position; the others stay, and nothing is chosen for them."""
+    segment = of.line_segment.long()
+    if length is None:
+        of.left.sub_(1)
+        by = (of.left > 0).int()
+        of.line_row.masked_fill_(by[segment] == 0, -1)
+    else:
+        sure = (1 - of.left).clamp(max=0)
+        by = torch.where(of.slack > 0, length[of.row.long()] - 1 - of.behind - of.start, sure)
+    for items in work:
+        attention_work.move(items, by)
+    of.line_position.add_(by[segment])
+    of.start.add_(by)
+    of.context.add_(by)

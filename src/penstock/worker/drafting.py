@@ -126,7 +126,8 @@ class Chooser:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[L, V] logits of the target's vocabulary that follow from hidden states [L, width], L at most MAX_LOGITS_ROWS."""
         model, target, count = self._model, self._host.model, len(states)
-        padded = F.pad(states, (0, 0, 0, self._size(count) - count))
+        room = self._size(count) - count
+        padded = F.pad(states, (0, 0, 0, room)) if room else states
         # Its head is the target's, or its own.
         whole = target.whole if model.logits is target.logits else model.whole
         # Entries that were never computed may hold anything, but a draft must be a token.

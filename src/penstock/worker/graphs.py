@@ -133,9 +133,8 @@ class Graphs:
         with torch.cuda.stream(self._stream):
             for size in [size for size in reversed(self.buckets.decode) if size <= most]:
                 bucket, plan = Bucket(size, size), dummy_plan(np.ones(size, np.int32))
-                # Lines know their segments in plans with slack alone.
-                plan.slack = np.zeros_like(plan.counts)
-                parts = self.builder.fill(plan, bucket, picks_of(plan))
+                plan.slack = none = np.zeros_like(plan.counts)
+                parts = self.builder.fill(plan, bucket, picks_of(plan), passes=none)
                 run(bucket, parts)
                 self._stream.synchronize()
                 found[bucket], _ = self._capture(self._pool, partial(run, bucket, parts))

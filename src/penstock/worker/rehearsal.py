@@ -15,12 +15,14 @@ from penstock.layers.spec import ModelSpec
 from penstock.layers.step import GroupStep, StateView, Step
 from penstock.models.adapters import layout
 from penstock.ops.attention import AttentionOps, Span
+from penstock.ops.attention_work import FIELDS
 from penstock.ops.compile import Job, recording
 from penstock.ops.experts import ExpertsOps
 from penstock.ops.gpu import Chip
 from penstock.ops.lora import Groups, LoraOps, Slabs, size
 from penstock.ops.registry import Kernels
 from penstock.ops.sample_table import WIDTH
+from penstock.ops.step import Moving
 from penstock.quant.scheme import empty
 from penstock.worker.adapters import LowRankDelta
 from penstock.worker.arena import Arena
@@ -64,6 +66,10 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
                 _forward(model, bucket, known, tables, page, bucket.segments, slabs=slabs)
         for ends in _examples(1, fitted(rows)):
             _forward(model, Bucket(tokens, 1), known, tables, page, ends)
+        # Where drafts are verified, segments move.
+        of = Moving(*(torch.empty(rows, dtype=_INTS, device=_META) for _ in Moving._fields))
+        for length in (of.row, None):
+            kernels.move_step(of, list(torch.empty(2, 1, FIELDS, dtype=_INTS, device=_META)), length)
         for before in kernels.attention.contexts(max_model_len - tokens):
             _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
         if isinstance(model.embedding, Join):

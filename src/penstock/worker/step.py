@@ -6,6 +6,7 @@ CUDA graph finds the next step's values at the same addresses."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import GroupStep, Step, TokenShare
 from penstock.ops.attention import SharedPrefixes, Span, Tree
+from penstock.ops.step import Moving
 from penstock.parallel.contexts import FEW, divided, long_segments
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
@@ -51,10 +53,10 @@ class Parts:
     lines_position: slice
     """Position of the token that each logits row chooses."""
     lines_segment: slice
-    """Segment of each logits row. Filled only for plans with slack, like `slack` and `behind`."""
+    """Segment of each logits row. Filled only for plans with slack, like the next three (`ops/step.py::Moving`)."""
     slack: slice
     behind: slice
-    """Positions by which each segment begins before its row's last known token."""
+    left: slice
     shift: slice
     """Offset in host memory of the tokens of captured sampling."""
     work: list[slice | None]
@@ -111,7 +113,7 @@ class StepBuilder:
         self._tokens = rows.tokens[:, self._ahead:]
         self.length = rows.before if self._ahead else rows.length
         """[row] number of known tokens, from which segments with slack begin."""
-        self._build = model.kernels.build_step
+        self._build, self._move = model.kernels.build_step, model.kernels.move_step
         self._works = list(model.works)
         self._sharing = [work.ops.shares(work.geometry) for work in self._works]
         self._parts: dict[Bucket, Parts] = {}
@@ -145,10 +147,11 @@ class StepBuilder:
         return min(self.size(count), max(bucket.segments, bucket.picks))
 
     def fill(self, plan: StepPlan, bucket: Bucket, picks: Picks, shift: int = 0, behind: Ints | None = None,
-             reach: Ints | None = None) -> Parts:
+             reach: Ints | None = None, passes: Ints | None = None) -> Parts:
         """Uploads the plan's values in stream order. `shift`: the value of Parts.shift. `behind` [segments]: one with slack
         begins so many positions before its row's last known token (default 0). `reach` [segments]: it sees so many positions
-        behind its last one; possible for segments of one token."""
+        behind its last one; possible for segments of one token. `passes` [segments]: these run so often, and nothing is chosen
+        for the others; the plan has the last pass, with slack for those before it."""
         counts, context = plan.counts, plan.starts + plan.counts
         if reach is not None:
             context = context + reach
@@ -172,7 +175,8 @@ class StepBuilder:
         host[parts.heads.start:parts.heads.start + lines] = host[first + chosen] + picks.offsets
         # Hidden states are gathered for all logits rows of a bucket; padding refers to the first token.
         host[parts.heads.start + lines:parts.heads.stop] = 0
-        host[parts.lines_row.start:parts.lines_row.start + lines] = plan.rows[chosen]
+        host[parts.lines_row.start:parts.lines_row.start + lines] = (
+            plan.rows[chosen] if passes is None else np.where(passes > 0, plan.rows, -1)[chosen])
         host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
         position = plan.starts[chosen] + picks.offsets + 1 + self._ahead
         host[parts.lines_position.start:parts.lines_position.start + lines] = position
@@ -183,13 +187,14 @@ class StepBuilder:
             if place is not None and array is not None:
                 host[place] = array
         if plan.slack is not None:
-            before = np.zeros_like(plan.slack) if behind is None else behind
-            for part, values in ((parts.slack, plan.slack), (parts.behind, before), (parts.lines_segment, chosen)):
+            before, left = (np.zeros_like(plan.slack) if given is None else given for given in (behind, passes))
+            sent = (parts.slack, parts.behind, parts.left, parts.lines_segment)
+            for part, values in zip(sent, (plan.slack - np.maximum(left - 1, 0), before, left, chosen), strict=True):
                 host[part.start:part.start + len(values)] = values
                 host[part.start + len(values):part.stop] = 0
         self._staging.send(parts.size)
         if plan.slack is not None:
-            self._correct(bucket, parts)
+            self.move(bucket, parts, self.length)
         # Eager steps copy only the block table columns in use; captured steps copy all.
         if not self._captured:
             self._columns = -(-int(context.max()) // self._page)
@@ -209,23 +214,15 @@ class StepBuilder:
         return work.ops.prepare(work.geometry, plan.counts, context, bucket.segments, bucket.tokens, self._library[place],
                                 shared, plan.slack)
 
-    def _correct(self, bucket: Bucket, parts: Parts) -> None:
-        """Corrects segment starts on the device where the host knows only upper bounds: a segment begins at, or `behind`
-        positions before, its row's last token."""
+    def move(self, bucket: Bucket, parts: Parts, length: torch.Tensor | None = None) -> None:
+        """Moves segments that were filled with slack, on the device: to where they begin, by the rows' `length`, or on to their
+        next pass."""
         there = self._staging.device(parts.size)
-        start = there[parts.start]
-        lag = (start + 1 + there[parts.behind] - self.length[there[parts.row].long()]) * (there[parts.slack] > 0)
-        self.move(bucket, parts, -lag)
-
-    def move(self, bucket: Bucket, parts: Parts, by: torch.Tensor) -> None:
-        """Moves segments that were filled with slack on by so many positions [segments] int32, on the device."""
-        there = self._staging.device(parts.size)
-        there[parts.start] += by
-        there[parts.context] += by
-        there[parts.lines_position] += by[there[parts.lines_segment].long()]
-        for work, part in zip(self._works, parts.work, strict=True):
-            if part is not None:
-                work.ops.correct(work.geometry, there[part], -by, bucket.segments, bucket.tokens)
+        of = Moving(*(there[part] for part in (parts.row, parts.start, parts.context, parts.slack, parts.behind, parts.left,
+                                               parts.lines_row, parts.lines_position, parts.lines_segment)))
+        lists = (work.ops.items(work.geometry, there[part], bucket.segments, bucket.tokens)
+                 for work, part in zip(self._works, parts.work, strict=True) if part is not None)
+        self._move(of, list(chain.from_iterable(lists)), length)
 
     def _lay_out(self, bucket: Bucket, prepared: list[Ints | None]) -> Parts:
         parts = self._parts.get(bucket)
@@ -244,10 +241,10 @@ class StepBuilder:
         query_start = take(segments + 1)
         lines = max(segments, bucket.picks)
         heads, lines_row, lines_position, lines_segment = take(lines), take(lines), take(lines), take(lines)
-        slack, behind, shift = take(segments), take(segments), take(1)
+        slack, behind, left, shift = take(segments), take(segments), take(segments), take(1)
         taken = [None if array is None else take(len(array)) for array in prepared]
-        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, behind, shift,
-                      taken, at)
+        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, behind, left,
+                      shift, taken, at)
         if len(self._parts) > 512:
             self._parts.clear()
         self._parts[bucket] = parts

@@ -294,9 +294,8 @@ class Ahead(DraftModel):
         plan, every = _plan(rows, starts), np.arange(len(rows))
         for _, ends, lines in self._over(plan, every, behind, behind + 1, Want.SAMPLE):
             self._chooser.write(ends, lines.row, lines.position)
-        row, first = upload(np.stack((rows, starts + 1)), table.device)
-        self._chain.run(plan, every, counts - 1, row, first, 1)
-        row, first = row.long(), first.long()
+        self._chain.run(plan, every, counts - 1, 1)
+        row, first = upload(np.stack((rows, starts + 1)), table.device).long()
         found = table[row[:, None], (first[:, None] + torch.arange(most, device=table.device)).clamp(max=table.shape[1] - 1)]
         return [line[:count] for line, count in zip(found.tolist(), counts.tolist(), strict=True)]
 

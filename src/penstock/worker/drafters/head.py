@@ -59,8 +59,6 @@ class Head(Drafter):
         self._normed, self._masks = loaded.normed, loaded.masks
         self._last = torch.zeros(len(host.rows.tokens), model.spec.width, dtype=model.dtype, device=model.device)
         """[row] the head's result where it predicts the token behind the row's last known one."""
-        self._states = self._last.new_zeros(self._runner.builder.size(len(self._last)), model.spec.width)
-        """[segment] its newest results, from which the next drafts follow."""
         self._chain = Chain(self._runner, self._further, host)
 
     def propose(self, drafting: Drafting) -> None:
@@ -73,16 +71,14 @@ class Head(Drafter):
             self._at_once(drafting, *self._masks)
         self._chooser.write(states, drafting.row, drafting.length)
         if self._masks is None:
-            self._states[:len(states)] = states
-            self._chain.run(plan, picked, count - 1, drafting.row, drafting.length)
+            self._enter(states)
+            self._chain.run(plan, picked, count - 1)
 
     def _further(self, step: Step, row: torch.Tensor, position: torch.Tensor) -> None:
         """Reads one draft of each row, with the head's result that predicted it, and writes the next one."""
-        states = self._states[:len(row)]
-        self._enter(states)
         ends = self._runner.model.forward(step)
         self._chooser.write(ends, row, position)
-        states.copy_(ends)
+        self._enter(ends)
 
     def _grow(self, growth: Growth, drafting: Drafting) -> None:
         growth.follow(self._runner, 0, self._last[drafting.row.long()], self._chooser.logits, self._enter)

@@ -68,52 +68,41 @@ class Chain:
         to these places of rows; a row of -1 has all its drafts."""
         self._runner, self._read = runner, read
         captured = host.sampler.capturable and host.draw is None and runner.model.group is None
-        builder, graphs = runner.builder, [runner.graphs] * 2 if captured and runner.graphs is not None else []
-        self._left = torch.zeros(builder.size(len(builder.length)), dtype=torch.int32, device=builder.device)
-        """[segment] passes to come."""
+        graphs = [runner.graphs] * 2 if captured and runner.graphs is not None else []
         self._moves = not any(work.ops.invariant or work.geometry.stripe.of > 1 for work in runner.model.works)
-        """Whether work lists can be corrected on the device (`AttentionOps.correct`)."""
+        """Whether work lists can be corrected on the device."""
         # A graph cannot be launched again before it has ended: two take turns.
         self._graphs = [one.passes(partial(self._pass, one.builder), _CAPTURED) for one in graphs]
 
-    def run(self, plan: StepPlan, picked: npt.NDArray[np.int64], passes: Ints, row: torch.Tensor, length: torch.Tensor,
-            first: int = 0) -> None:
-        """Drafts so many tokens [D] for segments of a plan that begin at their rows' last known token, one a pass.
-
-        row, length: [D] int32, on the device, the rows and the numbers of their known tokens. `first`: the first pass reads the
-        token so far behind the last known one."""
-        most, more, ones = int(passes.max(initial=0)), np.maximum(passes - 1, 0).astype(np.int32), np.ones_like(passes)
-        self._left.zero_()
-        self._left[:len(passes)] = upload(passes.astype(np.int32), self._left.device)
-        if self._moves:
-            self._runner.builder.length[row.long()] = length
-        for place in range(most):
+    def run(self, plan: StepPlan, picked: npt.NDArray[np.int64], passes: Ints, first: int = 0) -> None:
+        """Drafts so many tokens [D] for segments of a plan that begin at their rows' last known token, one a pass. `first`: the
+        first pass reads the token so far behind the last known one."""
+        more, ones = np.maximum(passes - 1, 0).astype(np.int32), np.ones_like(passes)
+        for place in range(int(passes.max(initial=0))):
             if place == 0 or not self._moves:
                 # Where segments move on, the last pass is prepared, and the first begins so many positions before it.
                 at = more if self._moves else np.minimum(more, place)
                 part = part_of(plan, picked, plan.starts[picked] + first + at, ones, Want.SAMPLE)
                 if self._moves:
                     part.slack = more if part.slack is None else part.slack + more
-                again = self._prepare(part, -first * ones if self._moves else -first - at)
+                again = self._prepare(part, *((-first * ones, passes) if self._moves else (-first - at, passes > place)))
             again[place % len(again)]()
 
-    def _prepare(self, plan: StepPlan, behind: Ints) -> list[Callable[[], None]]:
+    def _prepare(self, plan: StepPlan, behind: Ints, passes: npt.NDArray[np.integer]) -> list[Callable[[], None]]:
         """A pass, perhaps in two copies."""
-        graphs, builder, picks = self._runner.graphs, self._runner.builder, picks_of(plan)
+        graphs, builder, picks, left = self._runner.graphs, self._runner.builder, picks_of(plan), passes.astype(np.int32)
         bucket = None if graphs is None else graphs.buckets.of(plan, len(plan.rows))
         if graphs is not None and bucket is not None and self._graphs and bucket in self._graphs[0]:
-            graphs.builder.fill(plan, bucket, picks, behind=behind)
+            graphs.builder.fill(plan, bucket, picks, behind=behind, passes=left)
             return [copy[bucket].replay for copy in self._graphs]
         bucket = builder.bucket(plan, len(plan.rows))
-        return [partial(self._pass, builder, bucket, builder.fill(plan, bucket, picks, behind=behind))]
+        return [partial(self._pass, builder, bucket, builder.fill(plan, bucket, picks, behind=behind, passes=left))]
 
     def _pass(self, builder: StepBuilder, bucket: Bucket, parts: Parts) -> None:
-        left = self._left[:bucket.segments]
         _, row, position = builder.choice(parts, bucket.segments)
-        self._read(builder.step(bucket, parts), torch.where(left > 0, row, -1), position)
-        left -= 1
+        self._read(builder.step(bucket, parts), row, position)
         if self._moves:
-            builder.move(bucket, parts, (left > 0).int())
+            builder.move(bucket, parts)
 
 
 class DraftModel(Drafter):
@@ -163,7 +152,7 @@ class DraftModel(Drafter):
         plan, picked, count = drafting.plan, drafting.segments, drafting.count
         for _, ends, lines in self._over(plan, picked, behind, behind + 1, Want.SAMPLE):
             self._chooser.write(ends, lines.row, lines.position)
-        self._chain.run(plan, picked, count - 1, drafting.row, drafting.length, 1)
+        self._chain.run(plan, picked, count - 1, 1)
         # If all drafts are kept, the last of them was never an input of the draft model.
         self._behind[plan.rows[picked]] = 1
 
