@@ -23,7 +23,7 @@ from penstock.canary import model_folder, suite
 from penstock.cli.eval import body
 from penstock.config.schema import EngineOptions, ServerOptions, Wanted
 from penstock.core.errors import ConfigError, RequestError
-from penstock.scheduler.adapters import Slots
+from penstock.scheduler.queues import Slots
 from penstock.server.run import ServerRun
 from tests.sampling import sampled
 from tests.system.adapters import made

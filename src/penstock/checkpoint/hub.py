@@ -1,14 +1,58 @@
 """Resolves a model's name to a folder on this machine: a local folder, the packaged model, or a hub id, which is downloaded."""
 
+import hashlib
+import json
+import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 from penstock import canary
+from penstock.checkpoint import gguf
 from penstock.checkpoint.aliases import read_aliases
 from penstock.checkpoint.fetch import fetch
-from penstock.checkpoint.gguf import siblings
-from penstock.checkpoint.gguf_folder import folder_of
+from penstock.checkpoint.gguf_model import config_of
+from penstock.checkpoint.gguf_text import files_of
 from penstock.core.errors import ModelError, first_line
+
+_WRITTEN = "1"
+"""Changes when the written files do."""
+
+
+def folder_of(path: Path) -> Path:
+    """A GGUF file, or one of a split model, as a model's folder: the small files of a Hugging Face folder, written once into a
+    cache, beside links. ModelError: what cannot be read or written."""
+    paths = [one.absolute() for one in gguf.siblings(path)]
+    facts = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in paths]
+    home = Path(os.environ.get("PENSTOCK_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/penstock").expanduser()
+    digest = hashlib.sha256(json.dumps([_WRITTEN, facts]).encode()).hexdigest()[:16]
+    target = home / "gguf" / f"{path.stem[:80]}-{digest}"
+    if (target / "config.json").is_file():
+        return target
+    files = [gguf.read(one) for one in paths]
+    contents = {"config.json": json.dumps(config_of(files)).encode()}
+    if "tokenizer.ggml.tokens" in files[0].metadata:
+        contents |= files_of(files[0].metadata)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+        for name, content in contents.items():
+            (made / name).write_bytes(content)
+        for one in paths:
+            (made / one.name).symlink_to(one)
+        try:
+            made.rename(target)
+        except OSError:
+            # Another process was first.
+            shutil.rmtree(made)
+            if not (target / "config.json").is_file():
+                raise
+    except OSError as error:
+        raise ModelError(f"{path} needs a folder for its tokenizer's files, and {target} cannot be written: {error}. Set "
+                         "PENSTOCK_CACHE to a folder that can") from None
+    return target
+
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
 """The files of a hub repository that Penstock reads."""
@@ -38,7 +82,7 @@ def resolve_folder(model: str, revision: str | None = None, *, resume: bool = Fa
         raise ModelError(f"there can be no folder {model[:100]!r}: {error.strerror}") from None
     if found:
         files = sorted(path.glob("*.gguf")) if not (path / "config.json").exists() else []
-        if files and len(siblings(files[0])) < len(files):
+        if files and len(gguf.siblings(files[0])) < len(files):
             raise ModelError(f"{path} has {len(files)} GGUF files; name one of them: "
                              f"{', '.join(one.name for one in files[:6])}")
         return folder_of(files[0]) if files else path

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint import dtype_of, resolve_folder
-from penstock.cli.layout import add_layout, laid_out
-from penstock.cli.model import add_model, model_or_canary
+from penstock.cli.model import add_layout, add_model, laid_out, model_or_canary
 from penstock.cli.serve import size
 from penstock.config.flags import add_flags, from_args
 from penstock.config.options import place

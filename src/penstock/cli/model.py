@@ -1,11 +1,14 @@
 """The arguments that name a command's model: MODEL, or --model as in vLLM's start scripts."""
 
 import argparse
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from penstock import canary
+from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
+from penstock.engine import layout
 
 _ABOUT = "a Hugging Face folder or a hub id; without one, canary, which comes with Penstock"
 
@@ -83,3 +86,16 @@ def _parsed(given: str) -> tuple[str, str, float]:
         return name, model, float(share) if percent else 1.0
     except ValueError:
         raise ConfigError(f"{given!r}: the share {share!r} is not a number") from None
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layout", choices=("auto",), help="auto: ranks, stages and replicas by the model's size, "
+                                                            "GPUs and links; by default those that other flags name")
+
+
+def laid_out(args: argparse.Namespace, options: EngineOptions) -> tuple[EngineOptions, str]:
+    """The options with the layout filled in, and why; "" if it is not asked for."""
+    if args.layout is None:
+        return options, ""
+    found, why = layout.auto(asdict(options))
+    return replace(options, **found), why

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock import __version__
-from penstock.cli.layout import add_layout, laid_out
-from penstock.cli.model import add_models, model_or_canary, models_of
+from penstock.cli.model import add_layout, add_models, laid_out, model_or_canary, models_of
 from penstock.config.flags import add_accepted, add_flags, from_args, integer
 from penstock.config.options import place
 from penstock.config.schema import EngineOptions, ServerOptions, Wanted

@@ -3,8 +3,6 @@
 Messages are msgpack by msgspec over two ZMQ ipc sockets; nothing is ever pickled. The child owns the engine in its main
 thread. The parent handles requests and updates in tokens; `async_llm` turns them into text."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib
@@ -120,7 +118,7 @@ FromChild = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | En
 class Loop:
     """The child's loop around one engine: messages in, a turn, updates out. Sleeps on the socket while idle."""
 
-    def __init__(self, engine: Engine, inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
+    def __init__(self, engine: "Engine", inbox: child.Socket, send: Callable[[ToParent], None]) -> None:
         self.engine = engine
         self.inbox = inbox
         self.send = send
@@ -257,7 +255,7 @@ def _serve(start: Start, inbox: child.Socket, send: Callable[[ToParent], None]) 
     loop.engine.close()
 
 
-def _load(start: Start, send: Callable[[ToParent], None]) -> Engine:
+def _load(start: Start, send: Callable[[ToParent], None]) -> "Engine":
     options = start.options
     module, _, name = start.engine.partition(":")
     told = [0.0]

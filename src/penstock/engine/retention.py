@@ -3,8 +3,6 @@
 A request gives spans (`core/request.py::Span`), or marks on messages, parts of their content, tools or a whole prompt, in
 Anthropic's format: {"type": "ephemeral", "ttl": "5m"}. A mark covers what precedes it. The cache decides what is kept."""
 
-from __future__ import annotations
-
 import math
 import re
 import secrets

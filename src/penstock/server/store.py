@@ -3,8 +3,6 @@
 One thread of its own makes all calls, in their order: who reads after a write finds what was written. Objects belong to the
 API key that made them. They have a bound and an age, but for files and batches, which stay until they are deleted or expire."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import sqlite3
@@ -52,20 +50,20 @@ class Store:
         self._thread = ThreadPoolExecutor(1, "penstock-store")
         self._database: Database | None = None
 
-    def submit(self, work: Callable[[Database], Result]) -> Future[Result]:
+    def submit(self, work: "Callable[[Database], Result]") -> Future[Result]:
         """Has the thread do `work`, from any thread. A failure is logged."""
         future = self._thread.submit(lambda: work(self._open()))
         future.add_done_callback(_report)
         return future
 
-    async def run(self, work: Callable[[Database], Result]) -> Result:
+    async def run(self, work: "Callable[[Database], Result]") -> Result:
         """The result of `work`. RequestError as it raises, 500 if the store cannot be used."""
         try:
             return await asyncio.wrap_future(self._thread.submit(lambda: work(self._open())))
         except sqlite3.Error as error:
             raise RequestError(f"the server's store cannot be used: {error}", code="store_failed", status=500) from error
 
-    def _open(self) -> Database:
+    def _open(self) -> "Database":
         if self._database is None:
             path = ":memory:" if self.folder is None else str(self.folder / "penstock.sqlite3")
             self._database = Database(sqlite3.connect(path, check_same_thread=False, isolation_level=None), *self._most)

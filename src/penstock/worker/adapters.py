@@ -1,6 +1,6 @@
 """LoRA adapters on one device: in host memory, in slots of the device, and what a step adds for its rows.
 
-Slot 0 is the model without an adapter. The engine decides which adapter is in which slot (`scheduler/adapters.py`)."""
+Slot 0 is the model without an adapter. The engine decides which adapter is in which slot (`scheduler/queues.py`)."""
 
 from collections.abc import Mapping
 from itertools import accumulate

@@ -3,8 +3,6 @@
 All ranks see the same counts at the same step, so they decide alike. In each step at most one decision is made, and one expert
 begins to come to a rank; the next begins with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

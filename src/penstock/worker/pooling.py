@@ -1,7 +1,5 @@
 """Hidden states and label logits that a step reports, and their copies to the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Turns the prompts and parameters of a body into engine requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

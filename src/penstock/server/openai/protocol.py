@@ -4,8 +4,6 @@ A field of type None is one that OpenAI or vLLM has and this server cannot honou
 name, with the reason in `WHY_REFUSED`. Unknown fields are refused, as OpenAI does. The served OpenAPI schema is made from these
 types. Meaning is given to the values in `sampling`, `chat` and `completions`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """A response as it grows: its output items, its events in order, and the whole object."""
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +41,7 @@ class ResponseAnswer(BlocksAnswer):
 
     def __init__(self, response: dict[str, Any], prompt_tokens: int, blocks: Blocks, namer: Namer | None,
                  body: r.ResponseRequest,
-                 finished: Callable[[ResponseAnswer], None]) -> None:
+                 finished: "Callable[[ResponseAnswer], None]") -> None:
         """`namer` None: no log probabilities are wanted."""
         super().__init__(blocks)
         self.response = response
