@@ -3,13 +3,24 @@
 A weight is packed once after loading, into the layout of the implementation that will read it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from penstock.ops.activation import gated
 from penstock.ops.table import register
+
+
+class MatrixOps(Protocol):
+    """What a kernel does with a matrix that it has packed, as `LinearOps` says."""
+
+    def apply(self, x: torch.Tensor, weight: "Weight", bias: torch.Tensor | None = None,
+              out_dtype: torch.dtype | None = None) -> torch.Tensor: ...
+
+    def gated(self, x: torch.Tensor, weight: "Weight", bias: torch.Tensor | None, kind: str) -> torch.Tensor: ...
+
+    def gather(self, ids: torch.Tensor, weight: "Weight") -> torch.Tensor: ...
 
 
 class Weight:
@@ -25,7 +36,7 @@ class Weight:
         self.nbytes = data.numel() * data.element_size()
         self.reader: Weight | None = None
         """The matrix that reads the activated product, for kernels that round activations for it on the way."""
-        self.ops: LinearOps
+        self.ops: MatrixOps
         """The kernel that has packed it and reads it; set by `quant/scheme.py::pack`."""
 
     def move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -113,7 +124,7 @@ class Joined(Weight):
         self.ops = JoinedOps(gated)
 
 
-class JoinedOps(LinearOps):
+class JoinedOps:
     """The operation `linear`: each member by its own kernel, with outputs side by side."""
 
     def __init__(self, gated: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
