@@ -29,6 +29,8 @@ _PAUSE = 32
 """Mixed steps in a row before one pure decode step, which measures what decoding alone takes."""
 _PIECE, _WHOLE = 1 / 16, 2.5
 """Pieces of others' work that short requests wait for: part of the target, at least so many times the shortest step."""
+HAD = 10
+"""Pieces of their own that count as others' part of later steps, at most."""
 LIVELY = 1.0
 """Seconds after a small request in which another one is expected."""
 _GROWN = 1.5
@@ -56,11 +58,11 @@ class Pace:
         self.held = False
         """Whether the latest budget was held back for short prompts that are expected."""
         self._saved = 0.0
-        """Seconds that long and further prompts have left unused of their part."""
+        """Seconds that long and further prompts have left unused of their part; below 0: that they had while nobody waited."""
         self._weights: list[float] = []
         """Of the model of step time, by which `_long` was found."""
-        self._long = 1 << 40, 1 << 40
-        """Prompts of more tokens, without scores and with, take longer than the target alone."""
+        self._long = 1 << 40
+        """Prompts of more tokens take longer than the target alone."""
 
     @property
     def piece(self) -> float:
@@ -68,9 +70,13 @@ class Pace:
         target = self._target or 0.0
         return min(target / 2, max(target * _PIECE, _WHOLE * self.times.seconds(Load(1, 1))))
 
+    def had(self, saved: float, pieces: int = 1) -> float:
+        """What is left of the seconds that requests have `saved`, after pieces in which no other waited."""
+        return max(saved - pieces * self.piece, -HAD * self.piece)
+
     def long(self, sequence: Sequence) -> bool:
-        """Whether short prompts pass this one: it is a further one of its request, or takes longer than the target."""
-        return bool(sequence.request.follows) or sequence.stretched or sequence.prompt_len > self._long[sequence.scoring]
+        """Whether short prompts pass this one: a further one of its request, one with scores, or longer than the target."""
+        return bool(sequence.request.follows) or sequence.stretched or sequence.scoring or sequence.prompt_len > self._long
 
     def budget(self, decode: Load, reading: list[Sequence], now: float, promised: float | None, owners: set[str]) -> Room:
         """Returns the tokens of a step beside which these sequences read, or could begin to; `owners` of requests decode.
@@ -80,7 +86,7 @@ class Pace:
         if self._weights is not times.weights:
             self._weights = times.weights
             if self._target and times.longest:
-                self._long = times.within(Load(0, 0), self._target), times.within(Load(0, 0), self._target, scored=1.0)
+                self._long = times.within(Load(0, 0), self._target)
         short = [s for s in reading if not self.long(s)]
         followed = {s.request.follows for s in reading} - {""}
         if any(s.request.params.n == 1 and s.request.id not in followed for s in short):
@@ -127,6 +133,8 @@ class Pace:
         if promised is not None:
             target = max((1 + _SLOW) * alone, min(target, self._bound(promised)))
         self._saved += parts * _CALM * alone
+        if self._saved <= 0:
+            return 0
         tokens = self.times.within(decode, min(target, alone + self._saved), max(s.planned for s in later), _scored(later))
         if (apart or tokens < _WORTH) and alone + self._saved < target:
             return 0
@@ -134,17 +142,23 @@ class Pace:
         return max(_LEAST, min(tokens, 2 * self.times.longest, self._most - decode.segments))
 
     def _without_others(self, decode: Load, reading: list[Sequence], short: list[Sequence], now: float) -> Room:
-        """The tokens of a step in which none decodes but of the request that reads. Where short prompts come, the others add
-        little to the step that reads one, and make short steps until the next one comes."""
+        """The tokens of a step in which none decodes but of the request that reads. Where short prompts come, the others make
+        short steps until the next one comes, and add little to the step that reads one, nothing if they had enough before."""
         times = self.times
         if self._target is None or not times.longest or len(short) == len(reading) or now >= self.lively:
+            self._saved = self.had(self._saved, HAD * (len(short) < len(reading)))
             return self._most, 0, lambda _: False
         later = list(filter(self.long, reading))
         at, scored = max(s.planned for s in later), _scored(later)
         load = Load(decode.segments + len(short), decode.tokens + sum(s.goal - s.planned for s in short), decode.read)
-        seconds = (1 + _CALM) * times.seconds(load) if short else self.piece
-        tokens, part = min(load.tokens, self._most), max(_LEAST, _whole(times.within(load, seconds, at, scored)))
-        self.held = True
+        alone = times.seconds(load)
+        self._saved = self._saved + _CALM * alone if short else self.had(self._saved)
+        tokens, self.held = min(load.tokens, self._most), True
+        if short and self._saved <= 0:
+            return tokens, 0, self.long
+        seconds = (1 + _CALM) * alone if short else self.piece
+        self._saved = min(self._saved, 0.0)
+        part = max(_LEAST, _whole(times.within(load, seconds, at, scored)))
         return tokens, min(part, self._most - tokens), self.long
 
     def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,

@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load
-from penstock.scheduler.pace import LIVELY, Pace
+from penstock.scheduler.pace import HAD, LIVELY, Pace
 from penstock.scheduler.queues import Queues
 
 _SHARES = 16
@@ -47,7 +47,7 @@ class Turns:
         self._at = 0
         """The place of the next turn among the rows of requests with many."""
         self._saved = 0.0
-        """Seconds that these have left unused of their part."""
+        """Seconds that these have left unused of their part; below 0: that they had while no small request was in."""
 
     def resting(self, running: list[Sequence], now: float) -> tuple[set[Sequence], bool]:
         """The sequences that sit the next step out, and whether that is for small requests that are expected: for those a step
@@ -64,6 +64,7 @@ class Turns:
         if beside:
             self._pace.lively = now + LIVELY
         elif now >= self._pace.lively:
+            self._saved = self._pace.had(self._saved, HAD)
             return set(), False
         few, many = list[Sequence](), list[Sequence]()
         for sequence in running:
@@ -75,11 +76,11 @@ class Turns:
         def seconds(rows: int) -> float:
             return times.seconds(Load(rows, rows, rows * each))
 
-        self._saved = self._saved + _BESIDE * seconds(first) if beside else 0.0
+        self._saved = self._saved + _BESIDE * seconds(first) if beside else self._pace.had(self._saved)
         longest = seconds(first) + self._saved if beside else max(self._pace.piece, seconds(least))
         count = max(0, bisect_right(range(first, first + len(many) + 1), longest, key=seconds) - 1)
         count = count if count >= least else 0
-        self._saved *= not count
+        self._saved = min(self._saved, 0.0) if count else self._saved
         at = self._at % max(1, len(many))
         self._at = at + count
         return set((many[at:] + many[:at])[count:]), not beside and count < len(many)
