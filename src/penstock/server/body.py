@@ -64,7 +64,8 @@ class BodyReader:
             async for chunk in request.stream():
                 count(len(chunk))
                 chunks.append(chunk)
-        return b"".join(chunks)
+        size = sum(map(len, chunks))
+        return await self._fleet.current.llm.work.run(size // _BYTES_A_CHARACTER, lambda: b"".join(chunks))
 
     def _decode(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]], data: bytes) -> Body:
         self._limits.check_json(data)

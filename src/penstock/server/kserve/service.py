@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp, Message
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.observe.log import LOG
 from penstock.server.inside import inside
 from penstock.server.kserve.messages import METHODS, SERVICE, message, request_of
@@ -70,7 +71,7 @@ class Service:
     def _checked(self, method: str) -> Callable[[bytes, Any], Any]:
         async def call(data: bytes, context: Any) -> Any:
             try:
-                return await getattr(self, method)(_parsed(method, data), context)
+                return await getattr(self, method)(await self._beside(len(data), partial(_parsed, method, data)), context)
             except CallError as error:
                 await context.abort(error.code, error.text)
 
@@ -104,7 +105,7 @@ class Service:
             outputs=[tensor(name=name, datatype=kind, shape=shape) for name, kind, shape in outputs])
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
-        texts, fields = _read(request)
+        texts, fields = await self._beside(request.ByteSize(), partial(_read, request))
         if self._embeds(request.model_name):
             found = await self._json("POST", "/v1/embeddings", {**fields, "input": texts}, context)
             vectors = [line["embedding"] for line in found["data"]]
@@ -118,8 +119,8 @@ class Service:
         kind = message("ModelStreamInferResponse")
         async for data in requests:
             try:
-                request = _parsed("ModelStreamInfer", data)
-                texts, fields = _read(request)
+                request = await self._beside(len(data), partial(_parsed, "ModelStreamInfer", data))
+                texts, fields = await self._beside(len(data), partial(_read, request))
                 body = {**fields, "prompt": texts, "stream": True}
                 async with aclosing(self._events("/v1/completions", body, context)) as events:
                     async for event in events:
@@ -133,6 +134,13 @@ class Service:
         return slot is not None and slot.llm.info is not None and slot.llm.info.task == "embed"
 
     # -- the application
+
+    async def _beside(self, size: int, read: Callable[[], Any]) -> Any:
+        """What `read` makes of a message of so many bytes, beside the event loop if that takes long."""
+        try:
+            return await self._state.llm.work.run(size, read)
+        except RequestError as error:
+            raise CallError(error.status, str(error).encode()) from None
 
     async def _json(self, method: str, path: str, body: Any, context: Any) -> Any:
         async with aclosing(self._call(method, path, body, context)) as chunks:
