@@ -76,8 +76,11 @@ class Turns:
         def seconds(rows: int) -> float:
             return times.seconds(Load(rows, rows, rows * each))
 
-        self._saved = self._saved + _BESIDE * seconds(first) if beside else self._pace.had(self._saved)
-        longest = seconds(first) + self._saved if beside else max(self._pace.piece, seconds(least))
+        alone = seconds(first)
+        if beside and seconds(first + len(many)) <= (1 + _BESIDE) * alone:
+            return set(), False
+        self._saved = self._saved + _BESIDE * alone if beside else self._pace.had(self._saved)
+        longest = alone + self._saved if beside else max(self._pace.piece, seconds(least))
         count = max(0, bisect_right(range(first, first + len(many) + 1), longest, key=seconds) - 1)
         count = count if count >= least else 0
         self._saved = min(self._saved, 0.0) if count else self._saved
