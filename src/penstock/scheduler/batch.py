@@ -73,7 +73,7 @@ class Batch:
             elif count > 1:
                 most = policy.share(sequence, budget - (own - at - 1), step.unread, head)
                 if self._pace.long(sequence):
-                    most = max(most - step.brief, most // 2)
+                    most = max(most - max(step.brief, 0), most // 2)
                 else:
                     step.brief -= count
                 count = cache.chunk(sequence, max(1, min(count, most)))
