@@ -59,6 +59,8 @@ class Pace:
         """Whether the latest budget was held back for short prompts that are expected."""
         self._saved = 0.0
         """Seconds that long and further prompts have left unused of their part; below 0: that they had while nobody waited."""
+        self._owing = True
+        """Whether pieces that they had count: not for long prompts alone, which need their part of every step to be in time."""
         self._weights: list[float] = []
         """Of the model of step time, by which `_long` was found."""
         self._long = 1 << 40
@@ -88,6 +90,9 @@ class Pace:
             if self._target and times.longest:
                 self._long = times.within(Load(0, 0), self._target)
         short = [s for s in reading if not self.long(s)]
+        self._owing = all(s.request.follows or s.scoring for s in reading if self.long(s))
+        if not self._owing:
+            self._saved = max(self._saved, 0.0)
         followed = {s.request.follows for s in reading} - {""}
         if any(s.request.params.n == 1 and s.request.id not in followed for s in short):
             self.lively = now + LIVELY
@@ -146,18 +151,22 @@ class Pace:
         short steps until the next one comes, and add little to the step that reads one, nothing if they had enough before."""
         times = self.times
         if self._target is None or not times.longest or len(short) == len(reading) or now >= self.lively:
-            self._saved = self.had(self._saved, HAD * (len(short) < len(reading)))
+            if len(short) < len(reading) and self._owing:
+                self._saved = self.had(self._saved, HAD)
             return self._most, 0, lambda _: False
         later = list(filter(self.long, reading))
         at, scored = max(s.planned for s in later), _scored(later)
         load = Load(decode.segments + len(short), decode.tokens + sum(s.goal - s.planned for s in short), decode.read)
         alone = times.seconds(load)
-        self._saved = self._saved + _CALM * alone if short else self.had(self._saved)
+        if short:
+            self._saved += _CALM * alone
+        elif self._owing:
+            self._saved = self.had(self._saved)
         tokens, self.held = min(load.tokens, self._most), True
         if short and self._saved <= 0:
             return tokens, 0, self.long
         seconds = (1 + _CALM) * alone if short else self.piece
-        self._saved = min(self._saved, 0.0)
+        self._saved -= _CALM * alone * bool(short)
         part = max(_LEAST, _whole(times.within(load, seconds, at, scored)))
         return tokens, min(part, self._most - tokens), self.long
 
