@@ -166,7 +166,7 @@ class Pace:
         if short and self._saved <= 0:
             return tokens, 0, self.long
         seconds = (1 + _CALM) * alone if short else self.piece
-        self._saved -= _CALM * alone * bool(short)
+        self._saved = min(self._saved, 0.0) if self._owing else self._saved - _CALM * alone * bool(short)
         part = max(_LEAST, _whole(times.within(load, seconds, at, scored)))
         return tokens, min(part, self._most - tokens), self.long
 

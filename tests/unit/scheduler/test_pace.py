@@ -158,9 +158,7 @@ def test_where_short_prompts_come_a_long_one_leaves_room_for_the_next() -> None:
     """Without any that decodes: a request that comes waits for the step that runs and for the next."""
     pace, long = learnt(Pace(0.050, 8192), 0.010, 20e-6, decoding=1), [sequence(100_000)]
     assert budget(pace, 0, long, 5.0, set()) == 8192
-    found = [budget(pace, 0, [*long, sequence(500)], 6.0, set()) for _ in range(40)]
-    assert found[0] == 500, "it had a step of its own before"
-    assert max(found) == 500 + 384, "later it has its part again, in whole tiles of 450"
+    assert budget(pace, 0, [*long, sequence(500)], 6.0, set()) == 500 + 384  # whole tiles of 450
     assert budget(pace, 0, long, 6.5, set()) == pytest.approx(750, abs=130)
     assert budget(pace, 0, long, 7.1, set()) == 8192
     budget(pace, 4, [sequence(500)], 8.0, {"c"})
