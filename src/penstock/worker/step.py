@@ -188,8 +188,9 @@ class StepBuilder:
                 host[place] = array
         if plan.slack is not None:
             before, left = (np.zeros_like(plan.slack) if given is None else given for given in (behind, passes))
-            sent = (parts.slack, parts.behind, parts.left, parts.lines_segment)
-            for part, values in zip(sent, (plan.slack - np.maximum(left - 1, 0), before, left, chosen), strict=True):
+            unsure = plan.slack - np.maximum(left - 1, 0)
+            for part, values in ((parts.slack, unsure), (parts.behind, before), (parts.left, left),
+                                 (parts.lines_segment, chosen)):
                 host[part.start:part.start + len(values)] = values
                 host[part.start + len(values):part.stop] = 0
         self._staging.send(parts.size)
