@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError, RequestError
 from penstock.observe.log import LOG
 from penstock.server.dialect import Route
 from penstock.server.fleet import Slot
-from penstock.server.state import State
+from penstock.server.state import StateRoutes
 
 _SECONDS = 2.0
 """Between two looks at a watched folder."""
@@ -109,11 +109,8 @@ class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
     lora_int_id: int | None = None
 
 
-class AdapterRoutes:
+class AdapterRoutes(StateRoutes):
     """For operators: with several API keys they need an admin key."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
 
     def routes(self) -> Sequence[Route]:
         return (Route("POST", "/v1/load_lora_adapter", self.load, "Serve a LoRA adapter", LoadAdapter),

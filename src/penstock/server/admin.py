@@ -16,13 +16,9 @@ from penstock.server.errors import UnavailableError
 from penstock.server.metrics import CONTENT_TYPE, metrics_page
 from penstock.server.state import State
 
-
-class Status(TypedDict):
-    status: str
-
-
-class Version(TypedDict):
-    version: str
+Done = dict[str, bool]
+Traces = dict[str, list[str]]
+"""One file of each rank, on the server's machine."""
 
 
 class ServerLoad(TypedDict):
@@ -31,15 +27,6 @@ class ServerLoad(TypedDict):
     running: int
     waiting: int
     kv_cache_usage: float
-
-
-class Done(TypedDict):
-    success: bool
-
-
-class Traces(TypedDict):
-    traces: list[str]
-    """One file of each rank, on the server's machine."""
 
 
 class EventSource(TypedDict, total=False):
@@ -64,11 +51,11 @@ class Admin:
     def routes(self) -> Sequence[Route]:
         """The routes, which belong to no dialect."""
         return (
-            Route("GET", "/health", self.health, "Whether the engine is alive and makes progress", answer=Status),
-            Route("GET", "/ready", self.ready, "Whether a request would be taken now", answer=Status),
-            Route("GET", "/ping", self.health, "The same as /health", answer=Status),
-            Route("POST", "/ping", self.health, "The same as /health", answer=Status),
-            Route("GET", "/version", self.version, "The version of Penstock", answer=Version),
+            Route("GET", "/health", self.health, "Whether the engine is alive and makes progress", answer=dict[str, str]),
+            Route("GET", "/ready", self.ready, "Whether a request would be taken now", answer=dict[str, str]),
+            Route("GET", "/ping", self.health, "The same as /health", answer=dict[str, str]),
+            Route("POST", "/ping", self.health, "The same as /health", answer=dict[str, str]),
+            Route("GET", "/version", self.version, "The version of Penstock", answer=dict[str, str]),
             Route("GET", "/load", self.load, "How much there is to do", answer=ServerLoad),
             Route("GET", "/server_info", self.server_info, "What is served and how"),
             Route("GET", "/step_time", self.step_time, "The model of step time, for penstock simulate --model-cost"),
@@ -95,14 +82,12 @@ class Admin:
         return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus' text format."""
         return Response(self.page(), media_type=CONTENT_TYPE)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": penstock.__version__})
 
     async def load(self, request: Request) -> Response:
-        """Load figures for a load balancer."""
         llm = self.state.llm
         return json_response({"server_load": llm.live, "running": llm.stats.running, "waiting": llm.stats.waiting,
                               "kv_cache_usage": llm.stats.kv_usage})
@@ -146,13 +131,11 @@ class Admin:
         return json_response({"success": done})
 
     async def start_profile(self, request: Request) -> Response:
-        """Begins to record, by torch.profiler in the ranks."""
         self._traces()
         await self.state.llm.start_profile()
         return json_response({"success": True})
 
     async def stop_profile(self, request: Request) -> Response:
-        """Writes the traces."""
         return json_response({"traces": await self.state.llm.stop_profile(self._traces())})
 
     def _traces(self) -> str:

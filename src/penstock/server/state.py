@@ -96,3 +96,10 @@ class State:
         raise RequestError(f"priority is {wanted}, which would be served before others; that is for holders of an "
                            "--admin-api-key, or for everybody with --allow-priority all", param="priority",
                            code="priority_not_allowed", status=403)
+
+
+class StateRoutes:
+    """Routes over one server's state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state

@@ -60,7 +60,6 @@ class Anthropic:
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
     async def post(self, http: Request, body: a.MessagesRequest) -> Response:
-        """Answers one conversation."""
         self.state.admit(body.model)
         chat = self._chat(http, body)
         thinking = body.thinking
@@ -84,7 +83,6 @@ class Anthropic:
         return await prepared(self.state, http, chat)
 
     async def count(self, http: Request, body: a.CountRequest) -> Response:
-        """The number of tokens that the prompt of a conversation has."""
         self.state.admit(body.model)
         return json_response(a.Counted(await count_tokens(self.state, http, self._chat(http, body))))
 

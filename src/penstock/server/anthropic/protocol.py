@@ -102,10 +102,6 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: JsonFormat | None = None
 
 
-class Metadata(msgspec.Struct, kw_only=True):
-    user_id: str | None = None
-
-
 class PromptFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of a message and of counting its tokens."""
 
@@ -141,7 +137,7 @@ class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Natural | None = None
     stop_sequences: Annotated[list[Word], Meta(max_length=64)] | None = None
-    metadata: Metadata | None = None
+    metadata: dict[str, Any] | None = None
     """Accepted; changes nothing."""
     service_tier: Literal["auto", "standard_only"] | None = None
     """Accepted; there is one tier."""

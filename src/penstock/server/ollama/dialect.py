@@ -66,7 +66,6 @@ class Ollama:
     # -- answers
 
     async def chat(self, http: Request, body: o.ChatRequest) -> Response:
-        """Answers a conversation."""
         model = self._admit(body)
         if not body.messages:
             return json_response({"model": body.model, "created_at": utc(), "message": {"role": "assistant", "content": ""},
@@ -129,14 +128,12 @@ class Ollama:
     # -- vectors
 
     async def embed(self, http: Request, body: o.EmbedRequest) -> Response:
-        """An embedding for each text."""
         texts = [body.input] if isinstance(body.input, str) else body.input
         run, vectors = await self._vectors(http, body, texts, body.truncate, body.dimensions)
         return json_response({"model": body.model, "embeddings": vectors, "total_duration": 0, "load_duration": 0,
                               "prompt_eval_count": run.usage.prompt_tokens})
 
     async def embeddings(self, http: Request, body: o.EmbeddingsRequest) -> Response:
-        """The embedding of one text."""
         _, [vector] = await self._vectors(http, body, [body.prompt], True, None)
         return json_response({"embedding": vector})
 

@@ -13,7 +13,7 @@ from penstock.server.openai.chat import ChatCompletion, Chunk
 from penstock.server.openai.completions import Completion
 from penstock.server.openai.form import OpenAIForm
 from penstock.server.openai.models import Model, ModelList, Models
-from penstock.server.openai.tokens import Detokenized, Tokenized, Tokens
+from penstock.server.openai.tokens import Tokenized, Tokens
 from penstock.server.state import State
 
 
@@ -34,7 +34,7 @@ class OpenAI(OpenAIForm):
             *(Route("POST", f"{prefix}/tokenize", tokens.tokenize, "Turn a text or a conversation into tokens",
                     p.TokenizeRequest, answer=Tokenized) for prefix in ("", "/v1")),
             *(Route("POST", f"{prefix}/detokenize", tokens.detokenize, "Turn tokens into text", p.DetokenizeRequest,
-                    answer=Detokenized) for prefix in ("", "/v1")),
+                    answer=dict[str, str]) for prefix in ("", "/v1")),
             Route("GET", "/tokenizer_info", tokens.info, "The tokenizer's configuration, special tokens and chat template"),
             Route("GET", "/v1/models", self._models.list, "List the served names", answer=ModelList),
             Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name", answer=Model),

@@ -6,15 +6,13 @@ garbage collector would scan them until then."""
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from msgspec import Raw
 
 from penstock.core.request import TokenLogprobs
 from penstock.server.openai.protocol import GenerationFields
+from penstock.server.respond import encode
 from penstock.server.state import State
 from penstock.text import Tokenizer
-
-encode = msgspec.json.Encoder().encode
 
 LEAST = -9999.0
 """Represents minus infinity, which JSON cannot express; OpenAI's choice."""

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.answer import json_response, utc
-from penstock.server.state import State
+from penstock.server.state import StateRoutes
 
 
 class Model(TypedDict):
@@ -31,11 +31,8 @@ class ModelList(TypedDict):
     has_more: bool
 
 
-class Models:
+class Models(StateRoutes):
     """The two endpoints. They answer while the model still loads."""
-
-    def __init__(self, state: State) -> None:
-        self.state = state
 
     async def list(self, http: Request) -> Response:
         names = self.state.names

@@ -10,7 +10,7 @@ from penstock.engine.work import checkpoint
 from penstock.server.answer import json_response
 from penstock.server.openai.messages import render
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
-from penstock.server.state import State
+from penstock.server.state import StateRoutes
 from penstock.text import Tokenizer
 from penstock.text.template import DEFAULT
 
@@ -22,14 +22,7 @@ class Tokenized(TypedDict):
     token_strs: list[str | None] | None
 
 
-class Detokenized(TypedDict):
-    prompt: str
-
-
-class Tokens:
-    def __init__(self, state: State) -> None:
-        self.state = state
-
+class Tokens(StateRoutes):
     async def tokenize(self, http: Request, body: TokenizeRequest) -> Response:
         """{prompt} or {messages} -> {count, max_model_len, tokens, token_strs}."""
         state = self.state

@@ -13,7 +13,7 @@ from penstock.server.answer import json_response
 from penstock.server.dialect import Route
 from penstock.server.responses import protocol as r
 from penstock.server.responses.convert import messages_of
-from penstock.server.state import State
+from penstock.server.state import StateRoutes
 from penstock.server.store import Database
 from penstock.server.stored import Ref, asked, listed, missing, ref, whose
 
@@ -53,10 +53,7 @@ def extend(database: Database, conversation: Ref, items: Sequence[r.Item]) -> li
     return new
 
 
-class Conversations:
-    def __init__(self, state: State) -> None:
-        self.state = state
-
+class Conversations(StateRoutes):
     def routes(self) -> Sequence[Route]:
         one = "/v1/conversations/{conversation}"
         return (

@@ -114,7 +114,6 @@ class Responses(OpenAIForm):
     # -- making
 
     async def post(self, http: Request, body: r.ResponseRequest) -> Response:
-        """Makes one response."""
         state = self.state
         state.admit(body.model)
         if body.background and body.store is False:
@@ -203,7 +202,6 @@ class Responses(OpenAIForm):
         return json_response(response)
 
     async def input_tokens(self, http: Request, body: r.ResponseRequest) -> Response:
-        """The number of tokens that a response's prompt would have."""
         self.state.admit(body.model)
         history = await self._history(body, whose(http))
         chat = chat_request(body, [*history, *_resolved(items_of(body.input), history)])

@@ -94,7 +94,6 @@ class VLLM(OpenAIForm):
         )
 
     async def generate(self, http: Request, body: GenerateRequest) -> Response:
-        """Continues a prompt of token ids."""
         state = self.state
         state.admit(body.model)
         if body.sampling_params.get("stop") and body.sampling_params.get("detokenize") is False:
