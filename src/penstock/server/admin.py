@@ -29,18 +29,6 @@ class ServerLoad(TypedDict):
     kv_cache_usage: float
 
 
-class EventSource(TypedDict, total=False):
-    """An engine's publisher, with the fields of --kv-events-config."""
-
-    dp_rank: int
-    block_size: int
-    model: str
-    publisher: str
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
-
-
 class Admin:
     """The operator's routes, which read state or send a call to the engine."""
 
@@ -60,7 +48,7 @@ class Admin:
             Route("GET", "/server_info", self.server_info, "What is served and how"),
             Route("GET", "/step_time", self.step_time, "The model of step time, for penstock simulate --model-cost"),
             Route("GET", "/kv_event_sources", self.kv_event_sources, "Where the cache's events are published, by engine",
-                  answer=list[EventSource]),
+                  answer=list[dict[str, Any]]),
             Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format"),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget everything that is cached", answer=Done),
             Route("POST", "/start_profile", self.start_profile, "Record the ranks' steps (--torch-profiler-dir)", answer=Done),
@@ -119,7 +107,7 @@ class Admin:
             "overhead": max(0.0, stats.busy_seconds - stats.worker_seconds) / max(1, stats.steps)})
 
     async def kv_event_sources(self, request: Request) -> Response:
-        """Endpoints of the KV cache events, one entry for each engine; empty if they are not published."""
+        """Endpoints of the KV cache events, one for each engine with the fields of --kv-events-config."""
         info = self._info()
         return json_response([] if info.kv_events is None else [
             {"dp_rank": 0, "block_size": info.page_size, "model": info.cache_identity, **info.kv_events}])

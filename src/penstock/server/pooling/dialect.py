@@ -94,7 +94,6 @@ class Pooling(OpenAIForm):
                            "'queries' (for scores)", param="messages", code="missing_required_parameter")
 
     async def embeddings(self, http: Request, body: p.EmbeddingRequest) -> Response:
-        """Embeddings as numbers, base64 or bytes."""
         return await self._vectors(http, body, "embed", "embd", p.Embedding)
 
     async def pooling(self, http: Request, body: p.PoolingRequest) -> Response:
@@ -117,7 +116,6 @@ class Pooling(OpenAIForm):
         return await self._written(run, prefix, kind, scale, body)
 
     async def classify(self, http: Request, body: p.ClassifyRequest) -> Response:
-        """The most probable label of each text, and all probabilities."""
         model = self.state.admit_bare(body.model)
         run = await pool_texts(self.state, http, model, body, await self._texts(http, body), class_pool(self._inputs))
         names = self._inputs.info.labels
@@ -129,7 +127,6 @@ class Pooling(OpenAIForm):
         return await self._answer(run, "classify", lambda: [line(*one) for one in enumerate(run.vectors)])
 
     async def score(self, http: Request, body: p.ScoreRequest) -> Response:
-        """A score for each pair, in their order."""
         model = self.state.admit_bare(body.model)
         one = body.text_1 or body.queries or body.data_1
         two = body.text_2 or body.documents or body.items or body.data_2
@@ -140,7 +137,6 @@ class Pooling(OpenAIForm):
         return await self._answer(run, "score", lambda: [p.Score(*one) for one in enumerate(scores)])
 
     async def rerank(self, http: Request, body: p.RerankRequest) -> Response:
-        """The documents with the best first."""
         model = self.state.admit_bare(body.model)
         documents = [one if isinstance(one, str) else one.text for one in body.documents]
         scores, run = await self._scores(http, model, body, [(body.query, one) for one in await self._cut(body, documents)])
