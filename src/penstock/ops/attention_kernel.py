@@ -30,6 +30,12 @@ def _merge(acc, peak, total, more_acc, more_peak, more_total):
 
 
 @triton.jit
+def _halves(x):
+    """Both halves of x's columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _edited(scores, key, position, own, scale, softcap, window, highest, group: tl.constexpr, windowed: tl.constexpr,
             capped: tl.constexpr, sloped: tl.constexpr, masked: tl.constexpr):
     """Products of queries and keys [rows, keys] as scores, -inf where a query may not see a key (masked). If neither capped nor
@@ -130,8 +136,9 @@ def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_tota
           masked: tl.constexpr, closing: tl.constexpr):
     """Attends to keys [start, stop) in blocks. masked: some queries may not see some keys of the range. closing
     (batch-invariant mode): at the end of each unit of keys the running sums are merged into the closed sums and restarted.
-    tail: keys have so many more elements, and their first `size` are the values: one load serves both. k_form, v_form: the
-    cache holds codes. Scales of whole keys multiply scores, those of values the weights; `beside` has them, tables, strides."""
+    tail: keys have so many more elements, and their first `size` are the values: one load serves both, for few queries one of
+    each half (decision 0292). k_form, v_form: the cache holds codes. Scales of whole keys multiply scores, those of values the
+    weights; `beside` has them, tables, strides."""
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     block_t: tl.constexpr = q_tail.shape[1]
@@ -140,6 +147,12 @@ def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_tota
     k_inside, v_inside = k_cache + slots + d[None], v_cache + slots + d[None]
     t = tl.arange(0, block_t)
     t_inside = k_cache + slots + size + t[None]
+    halved: tl.constexpr = tail > 0 and k_form == 0 and size == block_d and block_m < 64 and masked and not closing
+    half: tl.constexpr = block_d // 2
+    if halved:
+        k_inside = k_cache + slots + tl.arange(0, half)[None]
+        q, second_q = _halves(q)
+        acc, second_acc = _halves(acc)
     # A shift of a key adds itself times the sum of the query's elements to the score.
     sums = tl.sum(q.to(tl.float32), 1) if k_form // 64 % 2 else 0.0
     # Page ids are loaded one block ahead, so that the loads of keys and values do not wait for them.
@@ -169,7 +182,10 @@ def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_tota
             else:
                 wanted = kept[:, None] & (d < size)[None]
             k = tl.load(k_inside + jump, mask=wanted, other=0.0)
-            v = k if tail > 0 else tl.load(v_inside + jump, mask=wanted, other=0.0)
+            if halved:
+                v = tl.load(k_inside + half + jump, mask=wanted, other=0.0)
+            else:
+                v = k if tail > 0 else tl.load(v_inside + jump, mask=wanted, other=0.0)
         elif size == block_d:
             k = tl.load(k_inside + jump)
             v = k if tail > 0 else tl.load(v_inside + jump)
@@ -180,6 +196,8 @@ def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_tota
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if halved:  # subtracted, because Triton makes the first sum, if it is added, the start of the second, which then waits
+            scores -= tl.dot(-second_q, tl.trans(v), input_precision="ieee")
         if k_form // 256 % 2 and k_form // 512 == 0:
             scores *= k_gain[None, :]
         if k_form // 64 % 2:
@@ -194,7 +212,7 @@ def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_tota
         top = tl.maximum(before, tl.max(scores, 1) * factor)
         shift = tl.where(top == float("-inf"), 0.0, top) if masked else top
         old = tl.exp2(before - shift)
-        if full:
+        if closing and full:
             closed_acc, closed_peak, closed_total = _merge(closed_acc, closed_peak, closed_total, acc, peak, total)
             old = tl.zeros((block_m,), tl.float32)  # already 0; the assignment orders this after the scores
         factors = tl.full(scores.shape, factor, tl.float32)
@@ -205,8 +223,14 @@ def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_tota
             acc += tl.sum(weights * (v_shift * lift)[None, :], 1)[:, None]
         if v_form > 0:
             weights *= (v_gain * lift)[None, :]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        if halved:
+            acc = tl.dot(weights.to(k.dtype), k, acc, input_precision="ieee")
+            second_acc = tl.dot(weights.to(v.dtype), v, second_acc * old[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         peak = top
+    if halved:
+        acc = tl.reshape(tl.permute(tl.join(acc, second_acc), (0, 2, 1)), (block_m, block_d))
     return acc, peak, total, closed_acc, closed_peak, closed_total
 
 

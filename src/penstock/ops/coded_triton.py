@@ -27,6 +27,8 @@ MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
 def parts(weight: CodedWeight, gated: bool) -> int:
     """Split-K parts: more than one where few output columns make too few programs to saturate memory."""
     n, split = weight.n // 2 if gated else weight.n, 1
+    if weight.kind == "plain" and n > 64 * 79 and weight.padded <= 8192:
+        return 1  # adding parts takes longer than more programs save
     while -(-n // 64) * split < 192 and weight.padded // split >= 1024:
         split *= 2
     return split
