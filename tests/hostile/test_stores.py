@@ -183,7 +183,7 @@ def test_a_thousand_requests_on_a_bad_store(script: Script, tmp_path: Path, monk
     on the machine does to requests that no store touches."""
     # Requests meet the faults again and again: a store is left alone for a moment only, and asked whether it pays or not.
     monkeypatch.setattr("penstock.cache.tiers.catalog._PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr("penstock.cache.tiers.cost.Costs.worth_loading", lambda *_: True)
+    monkeypatch.setattr("penstock.cache.tiers.hierarchy.Costs.worth_loading", lambda *_: True)
     rng, wrong, late, noise, met = random.Random(4), 0, list[float](), list[float](), Counter[str]()
     whole = [[rng.randrange(300, 4000) for _ in range(rng.randrange(100, 300))] for _ in range(40)]
     plain = start(canary.NAME, enable_prefix_caching=False)

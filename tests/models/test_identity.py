@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.layers.identity import computation
+from penstock.layers.decoder import computation
 from penstock.layers.rope import DynamicScaling, LinearScaling, LongRopeScaling, NoScaling, RopeScaling, RopeSpec, YarnScaling
 from penstock.layers.spec import ModelSpec
 from penstock.models import describe
@@ -107,5 +107,5 @@ def test_the_longest_context_counts_exactly_where_it_turns_keys_differently(scal
 
 def test_what_is_not_known_is_an_error() -> None:
     spec = described(CASES[0])
-    with pytest.raises(TypeError, match="say in layers/identity"):
+    with pytest.raises(TypeError, match="say in layers/decoder"):
         identity(dataclasses.replace(spec, architecture=object()))  # type: ignore[arg-type]

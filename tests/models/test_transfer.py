@@ -12,9 +12,9 @@ import penstock
 from penstock.checkpoint import read_config
 from penstock.core.errors import ModelError
 from penstock.models import describe, weights
-from penstock.models.mapped import Checkpoint
 from penstock.models.registry import checkpoint_of, family_of
 from penstock.models.transfer import Bytes, Transfer
+from penstock.models.translated import Checkpoint
 from penstock.ops.linear import StoredWeight, Weight
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect

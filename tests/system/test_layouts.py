@@ -26,8 +26,8 @@ from penstock.layers.decoder import Decoder
 from penstock.layers.experts import Experts, ExpertsSpec
 from penstock.models.registry import describe
 from penstock.ops import messages
+from penstock.parallel.group import Runs
 from penstock.parallel.placement import Held
-from penstock.parallel.runs import Runs
 from tests.models.families import CASES, ENDS, Case, make
 from tests.sampling import sampled
 from tests.system.random_models import saved_random

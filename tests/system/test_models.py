@@ -253,7 +253,7 @@ def test_models_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["rm", "tiny"]) == 1 and "there is no model 'tiny'" in capsys.readouterr().err
     (tmp_path / "aliases.json").write_text("[]")
     with pytest.raises(ModelError, match="must be a JSON object"):
-        from penstock.checkpoint.aliases import read_aliases
+        from penstock.checkpoint.hub import read_aliases
 
         read_aliases()
 

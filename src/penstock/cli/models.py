@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.checkpoint import resolve_folder
-from penstock.checkpoint.aliases import aliases_file, read_aliases, write_aliases
+from penstock.checkpoint.hub import aliases_file, read_aliases, write_aliases
 from penstock.cli import chat
 from penstock.cli.api import complaint
 from penstock.cli.client import Wire

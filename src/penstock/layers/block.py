@@ -13,8 +13,7 @@ from penstock.layers.mixer import Mixer, MixerSpec
 from penstock.layers.norm import Norm, NormSpec, RMSNorm, build_norm
 from penstock.layers.parameter import Parameter
 from penstock.layers.step import Step
-from penstock.parallel.group import Group
-from penstock.parallel.runs import Runs
+from penstock.parallel.group import Group, Runs
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class RopeSpec:
 
     def resolve(self, max_model_len: int) -> tuple[torch.Tensor, float]:
         """Radians per position, float32 [ceil(dim / 2)], and what cosines and sines are multiplied by. Rotations depend on
-        nothing else, so this is what identifies them (`layers/identity.py`)."""
+        nothing else, so this is what identifies them (`layers/decoder.py`)."""
         return self.scaling.frequencies(self.theta, self.dim, max_model_len), self.scaling.amplitude()
 
     def table(self, max_model_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

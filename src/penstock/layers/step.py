@@ -10,8 +10,7 @@ import torch
 
 from penstock.ops.attention import AttentionOps, Geometry, Span, Tree
 from penstock.ops.linear import Weight
-from penstock.parallel.group import Group
-from penstock.parallel.runs import Runs
+from penstock.parallel.group import Group, Runs
 
 Apart = Sequence[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]
 """(rows, matrices) of each adapter that changes a layer otherwise than by its projections."""

@@ -14,8 +14,8 @@ from penstock.layers.embedding import EmbeddingSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import weights
 from penstock.models.away import Away
-from penstock.models.mapped import Checkpoint
 from penstock.models.registry import checkpoint_of, configured, describe, family_of, registry
+from penstock.models.translated import Checkpoint
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import ALONE, Place

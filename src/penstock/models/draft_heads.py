@@ -19,9 +19,9 @@ from penstock.layers.norm import NoNormSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules, weights
 from penstock.models.config import Config, rope
-from penstock.models.mapped import Checkpoint
 from penstock.models.registry import checkpoint_of, describe, family_of, stored_as
 from penstock.models.rules import Rule
+from penstock.models.translated import Checkpoint
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import Place
 from penstock.parallel.group import Group

@@ -19,9 +19,8 @@ from penstock.layers.embedding import HeadSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import caching, fallback, families
 from penstock.models.config import Config
-from penstock.models.mapped import Checkpoint
 from penstock.models.rules import Rule
-from penstock.models.translated import Translated, with_schemes
+from penstock.models.translated import Checkpoint, Translated, with_schemes
 from penstock.quant import dialects
 from penstock.quant.dialects import at_load
 from penstock.quant.form import Reader

@@ -22,10 +22,10 @@ from penstock.layers.build import Values
 from penstock.layers.parameter import Parameter, Piece
 from penstock.layers.spec import ModelSpec
 from penstock.models.away import Away
-from penstock.models.mapped import Checkpoint, stored_dtype
 from penstock.models.rules import Change, Rule, usual
 from penstock.models.shares import Cut, Shares, Source, stored
 from penstock.models.transfer import Arrival, Bytes, Transfer
+from penstock.models.translated import Checkpoint, stored_dtype
 from penstock.ops.linear import Weight
 from penstock.ops.registry import Kernels
 from penstock.parallel.axis import ALONE, Place

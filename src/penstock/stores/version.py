@@ -27,7 +27,7 @@ class Version:
     weights: str
     """A digest of a sample of the weights (`checkpoint/identity.py::sample`), so that models have folders of their own."""
     computation: str
-    """The digest of everything that determines how an entry is computed and stored (`layers/identity.py::computation`)."""
+    """The digest of everything that determines how an entry is computed and stored (`layers/decoder.py::computation`)."""
     layout: CacheLayout
     rank: int = 0
     """The rank whose shard of every entry the pages hold, out of `ranks`."""

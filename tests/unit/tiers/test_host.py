@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.cache.tiers.cost import Costs, Source
+from penstock.cache.tiers.hierarchy import Costs, Source
 from penstock.cache.tiers.host import HostSlots
 from penstock.core.steptime import Load, StepTime
 from tests.unit.stores.pages import layout, name

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from penstock.core.errors import ConfigError, ModelError
 from penstock.core.plan import StepPlan
 from penstock.layers.spec import ModelSpec
-from penstock.models.mapped import Checkpoint
+from penstock.models.translated import Checkpoint
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.staging import upload
