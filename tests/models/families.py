@@ -76,6 +76,11 @@ GEMMA3_ROPES = {"rope_parameters": {"full_attention": {"rope_type": "linear", "f
                                     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}
 MOE = {"moe_intermediate_size": 28, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}
 SHARED = {"shared_expert_intermediate_size": 52}
+NEXT = {**MOE, **SHARED, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
+        "linear_value_head_dim": 34, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+        **rope("default", partial_rotary_factor=0.5)}
+"""Narrower values, tied heads and more such layers in a row make transformers' own logits differ by more than the tests' limit
+between a prompt at once and token by token."""
 SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 1,
            "first_k_dense_replace": 1, "norm_topk_prob": True}
 ERNIE = {**{name: value for name, value in EVEN.items() if name != "head_dim"}, "moe_intermediate_size": 28, "moe_k": 3,
@@ -132,6 +137,13 @@ CASES = [
                                          "qkv_bias": False}),
     Case("qwen2-moe-window", "Qwen2Moe", {**EVEN, **MOE, **SHARED, "decoder_sparse_step": 2, "use_sliding_window": True,
                                           "sliding_window": 21, "max_window_layers": 2}),
+    Case("qwen3next-odd", "Qwen3Next", {**ODD, **NEXT}),
+    Case("qwen3next-mixed", "Qwen3Next", {**EVEN, **NEXT, "num_hidden_layers": 4, "decoder_sparse_step": 2,
+                                          "mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_key_heads": 1,
+                                          "linear_num_value_heads": 5, "linear_conv_kernel_dim": 2}),
+    Case("qwen3next-last", "Qwen3Next", {**WIDE, **BIASED, **NEXT, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
+                                         "linear_key_head_dim": 21, "linear_value_head_dim": 9, "num_experts_per_tok": 1,
+                                         "layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
     Case("mixtral-odd", "Mixtral", {**ODD, "num_local_experts": 5, "num_experts_per_tok": 2}),
     Case("mixtral-all", "Mixtral", {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 25}),
     Case("mixtral-top-1", "Mixtral", {**EVEN, **TIED, "num_local_experts": 9, "num_experts_per_tok": 1}),

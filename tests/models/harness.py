@@ -55,9 +55,13 @@ class Runner:
         self.tables = [torch.randperm(self.rows * columns, generator=generator).view(self.rows, columns).int() for _ in keeps]
         views = []
         for state in self.decoder.states:
-            views.append(StateView(keeps.index(state.keep), self.page, {
-                field.name: torch.full((self.rows * columns, field.shape[0], self.page, field.shape[1]), float("nan"),
-                                       dtype=getattr(torch, field.dtype)) for field in state.fields}))
+            fields = {}
+            for one in state.fields:
+                shape = one.shape if one.per == "page" else (*one.shape[:-1], self.page, one.shape[-1])
+                kind = getattr(torch, one.dtype)
+                fields[one.name] = torch.full((self.rows * columns, *shape), float("nan") if kind.is_floating_point else -99,
+                                                dtype=kind)
+            views.append(StateView(keeps.index(state.keep), self.page, fields))
         self.keeps = keeps
         self.decoder.attach(views)
 

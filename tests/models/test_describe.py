@@ -191,7 +191,7 @@ def test_old_and_new_names_of_rope_scalings_agree(scaling: Any, expected: Any, p
     ({"rms_norm_eps": -1}, ["rms_norm_eps is -1", "above 0"]),
     ({"attention_bias": "yes"}, ["attention_bias is 'yes'", "true or false"]),
     ({"architectures": ["LlamaForCausaLM"]}, ["'LlamaForCausaLM'", "nearest", "LlamaForCausalLM;", "GPT2LMHeadModel"]),
-    ({"architectures": ["Qwen3NewForCausalLM"]}, ["nearest that it knows is Qwen3ForCausalLM"]),
+    ({"architectures": ["Qwen3NewForCausalLM"]}, ["nearest that it knows is Qwen3NextForCausalLM"]),
     ({"architectures": None, "model_type": "lama"}, ["model_type 'lama'", "is llama;"]),
     ({"architectures": [], "model_type": None}, ["neither architectures nor model_type"]),
 ])

@@ -110,7 +110,8 @@ def rounded(folder: Path, place: Path, bits: int) -> Path:
 
 # -- tests
 
-MEMBERS = {"canary-moe": ("repeat", "add", "json", "retrieve", "recall")}
+MEMBERS = {"canary-moe": ("repeat", "add", "json", "retrieve", "recall"),
+           "canary-hybrid": ("repeat", "add", "json", "recall", "tool-call")}
 """Members of the family, and skills in which each is as good as canary."""
 
 
@@ -270,11 +271,13 @@ def test_over_http_it_answers_alike(count: int, llm: LLM, capsys: pytest.Capture
     assert [(each["skill"], each["right"]) for each in found] == [(skill, score(llm, skill, count).right) for skill in skills]
 
 
-def test_greedy_answers_equal_transformers() -> None:
+@pytest.mark.parametrize("name", ["canary", "canary-hybrid"])
+def test_greedy_answers_equal_transformers(name: str) -> None:
     """In float32, every token of every answer: transformers' own choice, given what came before."""
     transformers = pytest.importorskip("transformers")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(trained(), dtype=torch.float32).eval()
-    with LLM(dtype="float32", **OPTIONS) as exact:
+    folder = trained() if name == "canary" else trained(name)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(str(folder), dtype="float32", **OPTIONS) as exact:
         for skill in set(SKILLS) - {"retrieve-4k"}:
             for item in prompts(skill, 4):
                 text = exact.inputs.render(item.messages, tools=list(item.tools) or None,

@@ -93,6 +93,8 @@ ERNIE = {"model.mtp_emb_norm.0.weight": (W,), "model.mtp_hidden_norm.0.weight": 
 GLM = {"model.layers.2.enorm.weight": (W,), "model.layers.2.hnorm.weight": (W,), "model.layers.2.eh_proj.weight": (W, 2 * W),
        "model.layers.2.shared_head.norm.weight": (W,), "model.layers.2.embed_tokens.weight": (160, W),
        "model.layers.2.shared_head.head.weight": (160, W)}
+NEXT = {"mtp.fc.weight": (W, 2 * W), "mtp.pre_fc_norm_embedding.weight": (W,), "mtp.pre_fc_norm_hidden.weight": (W,),
+        "mtp.norm.weight": (W,)}
 SMALL = {"hidden_size": W, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 8, "vocab_size": 160, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
          "eos_token_id": 2}
@@ -100,14 +102,19 @@ MIXTURE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_routed_expe
            "first_k_dense_replace": 0, "n_shared_experts": 1}
 
 
+RECURRENT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+             "layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+             "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
 @pytest.mark.parametrize(("kind", "layer", "extra"), [
-    ("MiMo", "model.mtp_layers.0", MIMO), ("Ernie4_5_Moe", "model.mtp_block.0", ERNIE), ("Glm4Moe", "model.layers.2", GLM)],
-    ids=["mimo", "ernie", "glm"])
+    ("MiMo", "model.mtp_layers.0", MIMO), ("Ernie4_5_Moe", "model.mtp_block.0", ERNIE), ("Glm4Moe", "model.layers.2", GLM),
+    ("Qwen3Next", "mtp.layers.0", NEXT)], ids=["mimo", "ernie", "glm", "qwen3-next"])
 def test_layouts_of_multi_token_prediction(kind: str, layer: str, extra: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
     import transformers
 
     name, more = {"MiMo": ("Qwen2", {}), "Ernie4_5_Moe": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2,
-                  "moe_intermediate_size": 24}), "Glm4Moe": ("Glm4Moe", MIXTURE)}[kind]
+                  "moe_intermediate_size": 24}), "Glm4Moe": ("Glm4Moe", MIXTURE), "Qwen3Next": ("Qwen3Next", RECURRENT)}[kind]
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SMALL, **more))
     model.save_pretrained(tmp_path)

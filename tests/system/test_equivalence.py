@@ -28,7 +28,7 @@ from tests.data import MODELS, need
 from tests.sampling import sampled
 from tests.system.random_models import saved_head, saved_random
 from tests.system.ranks import Several, Threaded
-from tests.system.routes import AXES, Route, covering, every, made, named, possible
+from tests.system.routes import AXES, Route, Value, covering, every, made, named, possible
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 OUTPUT = 20
@@ -224,12 +224,18 @@ def test_alternating_windows(alternating: Path, route: Route, tmp_path: Path) ->
     _check(alternating, 160, route, tmp_path)
 
 
-LATENT = covering(AXES | {axis: dict([next(iter(AXES[axis].items()))]) for axis in ("codec", "adapter")}
-                  | {"layout": {name: value for name, value in AXES["layout"].items() if name not in ("cp2", "tp3")}}, 2)
+LATENT_AXES = AXES | {axis: dict([next(iter(AXES[axis].items()))]) for axis in ("codec", "adapter")} | {
+    "layout": {name: value for name, value in AXES["layout"].items() if name not in ("cp2", "tp3")}}
+LATENT = covering(LATENT_AXES, 2)
 """The cache has no codecs for latents, contexts do not divide them, four of their pages are more than a third of the tiers'
 memory, and the test's adapters have other projections."""
-MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS, "canary-moe": PAIRS}
-"""Latents with experts; sinks and windows with experts; experts alone. All trained."""
+RECURRENT = covering(LATENT_AXES | {
+    "drafter": {name: value for name, value in AXES["drafter"].items() if name not in ("model", "adaptive")},
+    "scheme": {"plain": Value()}}, 2)
+"""The same holds for recurrent states. A draft model must be able to lag behind; and where a chunk ends changes the last place
+of a sum over it, which with quantized activations may become a whole code."""
+MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS, "canary-moe": PAIRS, "canary-hybrid": RECURRENT}
+"""Latents with experts; sinks and windows with experts; experts alone; recurrent states with experts. All trained."""
 
 
 @pytest.mark.parametrize("name, route", [(name, routes[3 + 5 * i]) for i, (name, routes) in enumerate(MIXED.items())],

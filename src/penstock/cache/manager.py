@@ -30,6 +30,7 @@ from penstock.core.layout import CacheLayout
 from penstock.core.plan import Move, StepPlan
 from penstock.core.request import TierStats
 from penstock.core.sequence import PageRun, Sequence
+from penstock.core.state import Snapshot
 from penstock.core.transfer import LoadResult, WriteResult
 
 POLICY = "adaptive"
@@ -74,6 +75,8 @@ class Cache:
         self._keeps = [group.keep for group in layout.groups]
         self.exact = any(keep.exact for keep in self._keeps)
         """True if some group keeps snapshots, such as recurrent state, from which only their own position can continue."""
+        self.back = min((min(keep.back, layout.page - 1) for keep in self._keeps if isinstance(keep, Snapshot)), default=_NEVER)
+        """The most drafts that may be rejected. A segment with them touches at most two pages."""
         self._generation = 0
         self._hits = 0
         self._loaded = 0

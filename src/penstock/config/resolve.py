@@ -147,12 +147,15 @@ class CacheAsked:
     """The model's."""
     dummy: bool = False
     """Weights are random, so that no file has scales."""
+    back: int = 0
+    """Positions that recurrent states can go back by: the most drafts of a step."""
 
 
 def cache_asked(options: EngineOptions) -> CacheAsked:
     """The ones among an engine's options."""
     return CacheAsked(options.kv_cache_dtype, tuple(options.kv_cache_plain_layers), tuple(options.kv_cache_scales.items()),
-                      options.dtype, options.load_format == "dummy")
+                      options.dtype, options.load_format == "dummy",
+                      0 if (drafting := speculation(options)) is None else drafting.most)
 
 
 def processes(options: EngineOptions) -> int:

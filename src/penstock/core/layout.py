@@ -44,8 +44,8 @@ class CacheLayout:
     def pages_for(self, group: Group, length: int, chunk: int) -> int:
         """The most pages of `group` that a sequence of `length` positions holds at once, computed `chunk` at a time."""
         if group.keep.exact:
-            # The state where a segment starts, and where it ends.
-            return min(-(-length // self.page), 2)
+            # The state where a segment starts, and where it ends; a segment behind drafts may start in the page before.
+            return min(-(-length // self.page), 3 if getattr(group.keep, "back", 0) else 2)
         most = min(length, group.keep.widest(length) + chunk)
         # A stretch that starts inside a page touches one page more.
         spill = 0 if most == length else 1

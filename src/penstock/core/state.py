@@ -95,6 +95,9 @@ class Chunk(_Retention, frozen=True):
 class Snapshot(_Retention, frozen=True):
     """A recurrent state (Mamba, gated delta networks, short convolutions): what all positions before n left behind."""
 
+    back: int = 0
+    """Positions by which it can go back, so that so many drafts may be rejected."""
+
     def needed(self, n: int) -> tuple[int, int]:
         return max(0, n - 1), n
 

@@ -83,6 +83,8 @@ class AttentionSpec:
     """(b, n): queries are multiplied by 1 + b log(1 + floor(position / n)) after the rotation."""
     gate: bool = False
     """Results are multiplied by the sigmoid of one more projection of x, element by element."""
+    paired: bool = False
+    """That projection is the queries' own: behind each head's query it gives the head's gate (Qwen3-Next)."""
     divided: Divided | None = None
     codec: Codec | None = None
     """The way in which keys and values are stored; None: as they are, in the model's dtype."""
@@ -102,16 +104,16 @@ class AttentionSpec:
 
     @property
     def qkv(self) -> LinearSpec:
-        gate = (self._queries("gate"),) if self.gate else ()
-        return LinearSpec(self.width, (self._queries("q"), self._keys("k"), self._keys("v"), *gate), self.bias, Split.ROWS)
+        q, gate = self._queries("q", 1 + self.paired), (self._queries("gate"),) if self.gate and not self.paired else ()
+        return LinearSpec(self.width, (q, self._keys("k"), self._keys("v"), *gate), self.bias, Split.ROWS)
 
     @property
     def output(self) -> LinearSpec:
         return LinearSpec(self.heads * self.head_size, (Piece("o", self.width),), self.output_bias, Split.COLUMNS,
                           self.head_size, self.kv_heads)
 
-    def _queries(self, name: str) -> Piece:
-        return Piece(name, self.heads * self.head_size, self.head_size, groups=self.kv_heads)
+    def _queries(self, name: str, times: int = 1) -> Piece:
+        return Piece(name, times * self.heads * self.head_size, times * self.head_size, groups=self.kv_heads)
 
     def _keys(self, name: str) -> Piece:
         return Piece(name, self.kv_heads * self.head_size, self.head_size, copied=True)
@@ -233,7 +235,10 @@ class Attention:
             joined = division.whole(joined, ranks)
         tokens = joined.shape[0]
         qkv = joined.view(tokens, (2 if spec.gate else 1) * heads + 2 * kv_heads, spec.head_size)
-        q, k, v = qkv[:, :heads], qkv[:, heads:heads + kv_heads], qkv[:, heads + kv_heads:heads + 2 * kv_heads]
+        if spec.paired:
+            q, gate, k, v = qkv[:, :2 * heads:2], qkv[:, 1:2 * heads:2], *qkv[:, 2 * heads:].chunk(2, 1)
+        else:
+            q, k, v, gate = qkv.split((heads, kv_heads, kv_heads, qkv.shape[1] - heads - 2 * kv_heads), 1)
         if spec.clip:
             qkv.clamp_(-spec.clip, spec.clip)
         cos, sin = self.cos, self.sin
@@ -259,7 +264,7 @@ class Attention:
                                           spec.window, spec.softcap, self.sinks, step.work[self.work],
                                           step.library[self.work], self.slopes, self.scales, step.tree)
         if spec.gate:
-            out = out * torch.sigmoid(qkv[:, heads + 2 * kv_heads:])
+            out = out * torch.sigmoid(gate)
         out = out.view(tokens, -1)
         if division is not None:
             out = out.index_select(0, division.own)

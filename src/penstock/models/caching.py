@@ -1,4 +1,5 @@
-"""Chooses the codec of each layer's keys and values: by the options, or by what the checkpoint says of itself."""
+"""Chooses the codec of each layer's keys and values, by the options or by what the checkpoint says of itself, and how far
+recurrent states can go back."""
 
 import re
 import struct
@@ -11,13 +12,14 @@ from penstock.checkpoint.tensors import Stored, read_headers
 from penstock.config.resolve import CacheAsked
 from penstock.core.errors import ConfigError, ModelError
 from penstock.layers.attention import AttentionSpec
+from penstock.layers.delta import DeltaSpec
 from penstock.layers.spec import ModelSpec
 from penstock.ops.codec import CODECS, Codec, aged
 
 AGED = "aged"
 """Plain on the device, and in fewer bits in the tiers behind it: no codec of a device's cache, but chosen as one."""
-KEY = "penstock_kv_cache"
-"""Of a config, where `requested` puts its answer: {"codec", "plain", "scales"}."""
+BACK, KEY = "penstock_back", "penstock_kv_cache"
+"""Of a config, where `requested` puts `CacheAsked.back`, and its answer: {"codec", "plain", "scales"}."""
 PLAIN = ("bfloat16", "float16", "float32")
 ALIASES = {"fp8_e4m3": "fp8", "fp8_inc": "fp8", "int8_per_token_head": "int8", "int4_per_token_head": "int4",
            "turboquant_4bit_nc": "turbo4", "turboquant_3bit_nc": "turbo3"}
@@ -30,6 +32,7 @@ _SCALE = re.compile(r"(?:.*\.)?(?:layers|h|blocks|block)\.([0-9]+)\.(?:.*\.)?"
 
 def requested(config: dict[str, Any], folder: Path, wanted: CacheAsked) -> dict[str, Any]:
     """A model's config with the codec of its cache, if it has one. ConfigError: the options ask for what does not exist."""
+    config = {**config, BACK: wanted.back}
     asked = ALIASES.get(wanted.codec, wanted.codec)
     found = stated(config) if asked == "auto" else asked
     if asked in PLAIN or found is None:
@@ -117,6 +120,8 @@ def _number(tensor: Stored) -> float:
 
 def applied(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     """The model with its layers' codec. ConfigError: a layer cannot be stored so."""
+    if back := config.get(BACK):
+        spec = spec.changed(lambda mixer: replace(mixer, back=back) if isinstance(mixer, DeltaSpec) else mixer)
     asked = config.get(KEY)
     if asked is None:
         return spec

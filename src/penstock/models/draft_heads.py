@@ -12,6 +12,7 @@ from penstock.checkpoint.tensors import Stored, read_headers
 from penstock.core.errors import ModelError
 from penstock.layers.block import BlockSpec, BranchSpec
 from penstock.layers.decoder import Decoder
+from penstock.layers.delta import DeltaSpec
 from penstock.layers.draft_head import JoinSpec, PairAttentionSpec
 from penstock.layers.embedding import HeadSpec
 from penstock.layers.experts import ExpertsSpec
@@ -274,8 +275,11 @@ _LAYOUTS = (
     _Layout("model.mtp_linear_proj.0.", "model.mtp_block.0",
             (("model.mtp_emb_norm.0.weight", "entry.embeds.weight"), ("model.mtp_hidden_norm.0.weight", "entry.hidden.weight"),
              ("model.mtp_linear_proj.0.*", "entry.join.*"), ("model.norm.weight", "norm.weight"))),
+    _Layout("mtp.fc.", "mtp.layers.0",
+            (("mtp.pre_fc_norm_embedding.weight", "entry.embeds.weight"), ("mtp.fc.*", "entry.join.*"),
+             ("mtp.pre_fc_norm_hidden.weight", "entry.hidden.weight"), ("mtp.norm.weight", "norm.weight")), normed=True),
 )
-"""DeepSeek V3 and GLM 4.5; MiMo; Ernie 4.5."""
+"""DeepSeek V3 and GLM 4.5; MiMo; Ernie 4.5; Qwen3-Next."""
 
 
 def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead | None:
@@ -288,7 +292,8 @@ def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead
     stem, family = layout.layer.replace("#", number), family_of(config)[1]
     mixture = any(name.startswith(f"{stem}.mlp.experts.") for name in tensors)
     block = next(block for block in reversed(target.blocks)
-                 if any(isinstance(mixer, ExpertsSpec) for mixer in block.mixers) is mixture)
+                 if any(isinstance(mixer, ExpertsSpec) for mixer in block.mixers) is mixture
+                 and not any(isinstance(mixer, DeltaSpec) for mixer in block.mixers))
     norm = target.norm
     spec = ModelSpec("mtp", target.vocab_size, target.width, target.max_positions, (block,), norm,
                      replace(target.head, borrowed=True),

@@ -16,7 +16,7 @@ from penstock.platform.facts import DeviceFacts
 
 if TYPE_CHECKING:
     from penstock.ops import activation as activations
-    from penstock.ops import codec, latent, norm, rope, routing, step
+    from penstock.ops import codec, delta, latent, norm, rope, routing, step
     from penstock.ops.attention import AttentionOps
     from penstock.ops.experts import ExpertsOps
     from penstock.ops.linear import LinearOps
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
             "activation", "step", "payload", "messages", "sample", "sample_triton", "lora", "lora_triton", "linear_triton",
-            "linear_invariant", "coded_triton", "experts_triton", "latent", "rows_triton", "cpu")
+            "linear_invariant", "coded_triton", "experts_triton", "latent", "rows_triton", "delta", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
@@ -68,6 +68,7 @@ class Kernels:
         rope_write = staticmethod(rope.rope_write)
         cache_write = staticmethod(codec.cache_write)
         latent_write = staticmethod(latent.latent_write)
+        delta_rule = staticmethod(delta.delta_rule)
         route = staticmethod(routing.route)
         build_step = staticmethod(step.build_step)
         bring = staticmethod(step.bring)
@@ -111,8 +112,9 @@ class Kernels:
         return ops
 
     def uncapturable(self) -> list[str]:
-        """The operations of a model's forward pass that no CUDA graph can hold. Sampling may run beside a graph."""
-        return [op for op in sorted(self.chosen) if not self.chosen[op].capturable and op != "sample"]
+        """The operations of every model's forward pass that no CUDA graph can hold. Sampling may run beside a graph; a model of
+        the delta rule says itself that it has none (`layers/delta.py`)."""
+        return [op for op in sorted(self.chosen) if not self.chosen[op].capturable and op not in ("sample", "delta_rule")]
 
     def table(self) -> list[tuple[str, str]]:
         """(operation, implementation) pairs, for `penstock info` and the log."""

@@ -80,7 +80,7 @@ class Batch:
                 if count < sequence.goal - sequence.planned:
                     step.cut.append(len(step.sequences))
             elif hinted:
-                drafts = drafting.count(sequence, budget - (own - at), spare, cache.exact)
+                drafts = drafting.count(sequence, budget - (own - at), spare, cache.back)
                 spare -= drafts
                 count += drafts
             upto = sequence.planned + count

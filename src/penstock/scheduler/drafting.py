@@ -315,21 +315,21 @@ class Drafts:
             sequence.predicted = at = at + len(tail)
         self.expect(sequence, known, array("I", predicted[at:at + 4 * _AHEAD]).tolist() if at >= 0 else [])
 
-    def count(self, sequence: Sequence, room: int, spare: int, exact: bool) -> int:
+    def count(self, sequence: Sequence, room: int, spare: int, back: int) -> int:
         """Returns the number of drafted tokens, at most `room`, that the next segment verifies after the last known token; of
         those that the host expects at most `spare`. The last possible token's position is excluded: it is never fed back.
-        `exact`: the model's state cannot be rolled back."""
+        `back`: how many the model's states can take back; tokens that a grammar forces are never rejected."""
         if sequence.children:
             # The forks will share the prompt's last page, which must not be written behind the prompt before they exist.
             return 0
         room = min(room, sequence.limit - 2 - sequence.planned)
         expected = _expected(sequence)
         if expected:
-            return max(0, min(room, spare, len(expected)))
+            return max(0, min(room, spare, len(expected), back or len(expected)))
         # Forced tokens can be verified once their place is certain, which it is not behind drafts.
-        if self.policy is None or not self._drafting or room <= 0 or exact or (sequence.expected and sequence.slack):
+        if self.policy is None or not self._drafting or room <= 0 or not back or (sequence.expected and sequence.slack):
             return 0
-        return max(0, min(room, self.policy.count(sequence)))
+        return max(0, min(room, back, self.policy.count(sequence)))
 
     def proposals(self, step: InFlight) -> list[Proposal]:
         """The expected tokens of a plan whose segments were not handed out yet."""

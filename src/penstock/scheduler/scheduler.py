@@ -248,7 +248,7 @@ class Scheduler:
             if want & _SAMPLE:
                 sequence.promised -= 1
                 self.taker.token(sequence, own, logprobs.get(i), now)
-                if sequence.request.predicted and not (sequence.done or sequence.masked or self.cache.exact):
+                if sequence.request.predicted and self.cache.back and not (sequence.done or sequence.masked):
                     self.drafts.follow(sequence)
         if result.chances is not None:
             self.drafts.foresee(step, result.chances.tolist())

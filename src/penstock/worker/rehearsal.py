@@ -116,6 +116,8 @@ def _without_values(kernels: Kernels) -> Kernels:
         kernels.rope_write = lambda q, *_rest, **_named: torch.empty_like(q)
     if not kernels.chosen["cache_write"].capturable:
         kernels.cache_write = lambda *_rest, **_named: None
+    if not kernels.chosen["delta_rule"].capturable:
+        kernels.delta_rule = lambda x, shape, *_rest: x.new_empty(len(x), shape.heads * shape.value_size)
     return kernels
 
 

@@ -1,10 +1,12 @@
 """Qwen 1.5 to 3, dense and with experts, and MiMo. Upper layers may slide. Queries, keys and values have biases in Qwen 2; in
-Qwen 3 each head's query and key are normed."""
+Qwen 3 each head's query and key are normed. In Qwen3-Next most layers are recurrent."""
 
 from functools import partial
 
+from penstock.layers.delta import DeltaSpec
 from penstock.models.families import llama
-from penstock.models.family import Config, Like, ModelSpec, Rule, parts, rules
+from penstock.models.family import Config, Like, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
+from penstock.ops.delta import DeltaShape
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "MiMoForCausalLM")
 MODEL_TYPES = ("qwen2", "mimo")
@@ -36,7 +38,41 @@ def qwen2_moe(config: Config) -> ModelSpec:
                       mlps=partial(parts.some_experts, shared_inner=shared, shared_gate=True), windows=lambda _config: windows)
 
 
+def qwen3_next(config: Config) -> ModelSpec:
+    """Gated delta nets, and every fourth layer attention whose results are gated. Norms but those of the former are 1 + w."""
+    norm, layers = parts.rms_norm(config, 1.0), config.integer("num_hidden_layers")
+    every = config.integer("full_attention_interval", 4)
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.25), norm=QueryKeyNorm(norm),
+                                bias=config.flag("attention_bias", False), gate=True, paired=True)
+    keys, values, key_size, value_size, kernel = (config.integer(f"linear_{name}") for name in (
+        "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"))
+    shape = DeltaShape(keys, values, key_size, value_size, kernel, norm.eps)
+    if shape.heads % shape.key_heads:
+        raise config.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.key_heads})")
+    if not 2 <= shape.kernel <= 4:
+        raise config.wrong("linear_conv_kernel_dim", "2 to 4")
+    delta = DeltaSpec(attention.width, shape)
+    kinds = config.listing("layer_types", layers, ("linear_attention", "full_attention").__contains__,
+                           "linear_attention or full_attention")
+    full = [(i + 1) % every == 0 for i in range(layers)] if kinds is None else [kind == "full_attention" for kind in kinds]
+    mlps = parts.some_experts(config, shared_inner=config.integer("shared_expert_intermediate_size"), shared_gate=True)
+    return parts.layered(config, [attention if one else delta for one in full], mlps, norm)
+
+
+NEXT = (
+    Rule("mtp.**", None),
+    *Rule.named("model.layers.#.linear_attn.", {"in_proj_qkvz.*": "attention.qkvz.*", "in_proj_ba.*": "attention.ba.*",
+        "conv1d.weight": ("attention.conv.weight", flat), "A_log": "attention.decay", "dt_bias": "attention.step",
+        "norm.weight": "attention.norm.weight", "out_proj.*": "attention.o.*"}),
+    *rules.EXPERTS,
+    *rules.LLAMA,
+)
 LIKE = (
+    Like(("Qwen3NextForCausalLM",), ("qwen3_next",),
+         {**DEFAULTS, "head_dim": 256, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
+          "norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+          "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+          "linear_conv_kernel_dim": 4}, qwen3_next, NEXT),
     Like(("Qwen2MoeForCausalLM",), ("qwen2_moe",),
          {**DEFAULTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
           "shared_expert_intermediate_size": 5632}, qwen2_moe, (*rules.EXPERTS, *rules.LLAMA)),

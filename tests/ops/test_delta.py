@@ -1,0 +1,42 @@
+"""The gated delta rule's reference against a loop over tokens: chunks, single tokens, and states that go back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.ops.delta import DeltaShape, delta_rule
+from tests.ops.delta import SHAPES, Tape, follow
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("most", [0, 3, 7])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_division_into_steps(shape: DeltaShape, most: int) -> None:
+    """The longest chunk of 70 tokens is more than one inside; up to `most` drafts are rejected, across borders of pages too."""
+    for seed in range(3):
+        assert follow(Tape(shape, most, CPU), delta_rule, seed) > 10
+
+
+def test_a_state_that_cannot_go_back_shows() -> None:
+    """The test above can fail: without inputs kept behind the state, a rejected draft stays in it."""
+    tape = Tape(SHAPES[0], 0, CPU)
+    tape.step(delta_rule, [(0, 4, 2)])
+    with pytest.raises(AssertionError):
+        tape.step(delta_rule, [(0, 1, 1)])
+
+
+def test_bits_of_a_row_depend_on_it_alone() -> None:
+    """Not on others, nor on padding."""
+    alone, together = Tape(SHAPES[0], 3, CPU), Tape(SHAPES[0], 3, CPU)
+    found = []
+
+    def run(*arguments: object) -> torch.Tensor:
+        found.append(delta_rule(*arguments))  # type: ignore[arg-type]
+        return found[-1]
+
+    for count in (70, 1, 4, 1):
+        alone.step(run, [(0, count, count)])
+        together.step(run, [(0, count, count), (1, 1, 1), (2, count, count)], padding=2)
+        assert torch.equal(found[-2], found[-1][:count])
