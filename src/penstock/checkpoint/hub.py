@@ -23,7 +23,7 @@ def aliases_file() -> Path:
 
 
 def read_aliases() -> dict[str, str]:
-    """All aliases; none if there is no file. ModelError if it is not what it should be."""
+    """All aliases, short names of folders or hub ids; none if there is no file. ModelError if it is not what it should be."""
     try:
         found = json.loads(aliases_file().read_text())
     except FileNotFoundError:

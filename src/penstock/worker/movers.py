@@ -35,7 +35,8 @@ from penstock.worker.reading import PageReader
 
 
 class Threads:
-    """Starts tasks in the order of submission, several at a time. A task handles its own errors."""
+    """Starts tasks in the order of submission, several at a time. A task handles its own errors. The threads are daemons: a
+    disk or server that never answers does not keep the process alive."""
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
