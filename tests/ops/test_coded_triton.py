@@ -11,7 +11,7 @@ from penstock.ops import coded_triton, gguf_codes
 from penstock.ops.activation import gated
 from penstock.ops.coded_forms import FP8 as FP8_TYPE
 from penstock.ops.coded_forms import NAMES, CodedWeight
-from penstock.ops.coded_triton import CodedTriton, Tile, launch, launch_codes, launch_dots, quantized
+from penstock.ops.coded_triton import CodedTriton, Tile, launch, launch_codes, launch_fragments, quantized
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
@@ -71,20 +71,20 @@ def test_product(scheme: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("scheme", [Grouped(4, 128), Grouped(4, 128, "uint8"), Grouped(4, 0), Grouped(4, 0, "uint8"),
-                                    Grouped(4, 128, "float16"), Grouped(4, 128, ordered=True), Grouped(3, 128, "uint8")],
-                         ids=name)
-def test_dots(scheme: Any, dtype: torch.dtype) -> None:
-    """Without tensor cores: units that no step divides, columns that no unit does, strided rows, bias, the gated form."""
-    for rows, n, k in ((3, 38, 384), (2, 18, 8448), (1, 128, 640)):
+                                    Grouped(4, 128, "float16"), Grouped(4, 128, ordered=True), Grouped(3, 128, "uint8"),
+                                    Grouped(4, 64, "uint8"), Grouped(4, 32), Grouped(4, 32, scales="float32")], ids=name)
+def test_fragments(scheme: Any, dtype: torch.dtype) -> None:
+    """Up to 8 rows: units that no step divides, columns that no unit does, strided rows, bias, the gated form."""
+    for rows, n, k, cut in ((3, 38, 384, (1, 2, 1)), (5, 80, 640, (2, 4, 2)), (8, 128, 512, (1, 4, 2))):
         weight, matrix, _ = packed(scheme, n, k, dtype)
         x, bias = random(rows, k + 16, seed=1).to(dtype).to(DEVICE)[:, 8:8 + k], random(n, seed=2).to(dtype).to(DEVICE)
-        x[0, :128] *= 1e-3  # a unit of small numbers keeps their bits
+        assert coded_triton.fragmented(x, weight) and not coded_triton.fragmented(x[:, 1:], weight)
         exact = x.double() @ matrix.double().T + bias.double()
-        found = launch_dots(operand(x, weight), weight, bias, torch.float32)
+        found = launch_fragments(operand(x, weight), weight, bias, torch.float32, None, cut)
         close(found.to(torch.float16), exact, (24 if weight.form == "shifts" else 2) * k ** 0.5, factor=2)
     half = gated(exact, "silu")
     if weight.form != "shifts":
-        close(launch_dots(operand(x, weight), weight, bias, dtype, "silu"), half, 16 * k ** 0.5, factor=4)
+        close(launch_fragments(operand(x, weight), weight, bias, dtype, "silu", cut), half, 16 * k ** 0.5, factor=4)
 
 
 @pytest.mark.parametrize("scheme", [FP8(), FP8("token"), FP8("tensor")], ids=name)
@@ -103,13 +103,13 @@ def test_one_row_of_codes(scheme: Any) -> None:
     close(launch_codes(x, weight, bias, torch.bfloat16, "silu"), gated(exact, "silu"), 16 * k ** 0.5, factor=4)
 
 
-def test_dots_serve_one_row_of_integers() -> None:
-    """Matrices of other codes go to the tensor cores, and all rows do in the batch-invariant form."""
-    x = random(1, 384).half()
-    for scheme, served in ((Grouped(4, 128), True), (Grouped(4, 32), False), (MXFP4(), False), (Grouped(8, 128), False)):
+def test_fragments_serve_few_rows_of_integers() -> None:
+    """Matrices of other codes, more rows and rows that 16 bytes do not divide go to `product`."""
+    x = random(8, 384).half()
+    for scheme, served in ((Grouped(4, 128), True), (Grouped(4, 32), True), (MXFP4(), False), (Grouped(8, 128), False)):
         weight, _, _ = packed(scheme, 64, 384, torch.float16)
-        assert coded_triton.dottable(x, weight) == served
-        assert not coded_triton.dottable(x.float(), weight) and not coded_triton.dottable(x.expand(2, -1), weight)
+        assert coded_triton.fragmented(x, weight) == coded_triton.fragmented(x[:1], weight) == served
+        assert not any(coded_triton.fragmented(y, weight) for y in (x.float(), x[:, 1:], x[:1].expand(9, -1)))
 
 
 @pytest.mark.parametrize("kind", gguf_codes.NAMES)

@@ -319,145 +319,181 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
              mask=(rm < rows)[:, None] & (rn < n)[None, :])
 
 
-@triton.jit
-def _fields(word, step: tl.constexpr):
-    """The four fields of 4 bits of a word's even (`step` 0) or odd places, as its bytes."""
-    return (word >> (4 * step)) & 0x0F0F0F0F
+def _multiply(kind: str) -> tl.constexpr:
+    """The instructions of `_multiplied`: two products of 16 columns."""
+    name = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, "
+    return tl.constexpr(f"{name} {{$4, $8, $5, $9}}, {{$12, $13}}, {{$16, $17, $18, $19}}; "
+                        f"{name} {{$6, $10, $7, $11}}, {{$14, $15}}, {{$0, $1, $2, $3}};")
+
+
+_BRAIN, _HALF = _multiply("bf16"), _multiply("f16")
 
 
 @triton.jit
-def _dot4(word, ha, la, hb, lb, fast: tl.constexpr):
-    """The sum of the products of a word's eight codes with eight 16-bit numbers, whose high and low bytes are signed."""
+def _multiplied(total, a, b, x, half: tl.constexpr, fast: tl.constexpr):
+    """total + w x^T over 32 columns, for 16 rows w of a matrix and 8 rows x.
+
+    All are [.., 128]: what the lanes of a warp hold in registers, four words each. a (the first 8 rows of w), b (the next 8)
+    and x have pairs of 16-bit numbers: lane 4 g + t has columns 8 t to 8 t + 7 of row g. Of the sums it has those of row g with
+    rows 2 t and 2 t + 1 of x, and then of row g + 8. Which columns an instruction multiplies is the same for both operands, so
+    their order does not matter."""
     if fast:
-        found = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, s; and.b32 a, $1, 0x0F0F0F0F; shr.u32 b, $1, 4; and.b32 b, b, 0x0F0F0F0F; "
-            "dp4a.s32.u32 s, $2, a, 0; dp4a.s32.u32 s, $4, b, s; shl.b32 s, s, 8; dp4a.s32.u32 s, $3, a, s; "
-            "dp4a.s32.u32 $0, $5, b, s; }", "=r,r,r,r,r,r", [word, ha, la, hb, lb], dtype=tl.int32, is_pure=True, pack=1)
+        total = tl.inline_asm_elementwise(_HALF if half else _BRAIN, "=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f",
+                                          [a, b, x, total], dtype=tl.float32, is_pure=False, pack=4)
     else:
-        found = tl.zeros_like(word)
-        even, odd = _fields(word, 0), _fields(word, 1)
-        for i in tl.static_range(4):
-            code, up = (even >> (8 * i)) & 255, 24 - 8 * i
-            found += code * (((ha << up) >> 24) * 256 + ((la << up) >> 24))
-            code = (odd >> (8 * i)) & 255
-            found += code * (((hb << up) >> 24) * 256 + ((lb << up) >> 24))
+        count: tl.constexpr = a.shape[0]
+        v = tl.reshape(x, (count, 1, 8, 16))
+        first, second = tl.reshape(a, (count, 8, 1, 16)), tl.reshape(b, (count, 8, 1, 16))
+        first = tl.sum(_lower(first, half) * _lower(v, half) + _upper(first, half) * _upper(v, half), 3)
+        second = tl.sum(_lower(second, half) * _lower(v, half) + _upper(second, half) * _upper(v, half), 3)
+        found = tl.permute(tl.reshape(tl.join(first, second), (count, 8, 4, 2, 2)), (0, 1, 2, 4, 3))
+        total += tl.reshape(found, (count, 128))
+    return total
+
+
+@triton.jit
+def _spread(code, piece: tl.constexpr, half: tl.constexpr, fast: tl.constexpr):
+    """The codes of a piece of 32 columns as 16-bit numbers: each code plus 128, or plus 1024 (float16)."""
+    bits: tl.constexpr = 0x64006400 if half else 0x43004300
+    code = code >> (4 * piece)
+    if fast:
+        code = tl.inline_asm_elementwise("lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r", [code, bits], dtype=tl.int32,
+                                         is_pure=True, pack=1)
+    else:
+        code = (code & 0x000F000F) | bits
+    return code
+
+
+@triton.jit
+def _lanes(pairs, here, inside, column, k):
+    """x's columns of units: four pieces of 32 columns, as `_multiplied` takes them."""
+    found = ()
+    for i in tl.static_range(4):
+        found = found + (tl.load(pairs + here * 64 + 16 * i, mask=inside & (here * 128 + column + 32 * i < k), other=0),)  # noqa: RUF005
     return found
 
 
 @triton.jit
-def _joined(a, b, c, d):
-    """The low bytes of four numbers as one word, the first lowest."""
-    return (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
-
-
-@triton.jit(do_not_specialize=("rows",))
-def fixed_point(x, codes, scales, rows, stride, k, units, span: tl.constexpr, linked: tl.constexpr):
-    """x [rows, k] as 16-bit fixed point with a scale of each unit of 128 columns, for `dots`. A program takes `span` units.
-
-    codes: int32 [4, rows, units * 16]: high and low bytes of the columns that a word's even fields belong to, then those of its
-    odd fields; both bytes are signed. scales: float32 [units, rows]. x is read by pairs of 16-bit numbers."""
-    enter(linked)
-    row = tl.program_id(1).to(tl.int64)
-    u, m = tl.program_id(0) * span + tl.arange(0, span), tl.arange(0, 16)
-    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True) + row * (stride // 2)
-    at, inside = u[:, None] * 64 + m[None, :], (u < units)[:, None]
-    half: tl.constexpr = x.dtype.element_ty == tl.float16
-    first = ()
-    second = ()
-    most = tl.zeros((span, 16), tl.float32)
-    for q in tl.static_range(4):
-        v = tl.load(pairs + at + 16 * q, mask=inside & (at * 2 + 32 * q < k), other=0)
-        first = first + (_lower(v, half),)  # noqa: RUF005
-        second = second + (_upper(v, half),)  # noqa: RUF005
-        most = tl.maximum(most, tl.maximum(tl.abs(first[q]), tl.abs(second[q])))
-    top = tl.max(most, 1)
-    # 32512 = 127 * 256: the high byte, rounded, stays below 128. Adding and subtracting 1.5 * 2^23 rounds to an integer.
-    factor = tl.where(top > 0, 32512.0 / top, 0.0)[:, None]
-    low = ()
-    high = ()
-    for q in tl.static_range(4):
-        a = ((first[q] * factor + 12582912.0) - 12582912.0).to(tl.int32)
-        b = ((second[q] * factor + 12582912.0) - 12582912.0).to(tl.int32)
-        low = low + (a, b)  # noqa: RUF005
-        high = high + ((a + 128) >> 8, (b + 128) >> 8)  # noqa: RUF005
-    plane = tl.cast(units, tl.int64) * 16 * rows
-    to = codes + row * (units * 16) + u[:, None] * 16 + m[None, :]
-    for i in tl.static_range(2):
-        tl.store(to + 2 * i * plane, _joined(high[2 * i], high[4 + 2 * i], high[1 + 2 * i], high[5 + 2 * i]), mask=inside)
-        tl.store(to + (2 * i + 1) * plane, _joined(low[2 * i], low[4 + 2 * i], low[1 + 2 * i], low[5 + 2 * i]), mask=inside)
-    tl.store(scales + u * rows + row, top / 32512.0, mask=u < units)
+def _codes(at, beside, words, here, units, spread, n, own, groups: tl.constexpr, parts: tl.constexpr, lines: tl.constexpr,
+           form: tl.constexpr):
+    """Of units: the codes of each 8 rows, and behind those of each 16 rows the words of their scales."""
+    found = ()
+    inside = here < units
+    for g in tl.static_range(groups):
+        for h in tl.static_range(parts):
+            for half in tl.static_range(2):
+                found = found + (tl.load(at + here * 1024 + h * beside + (2 * g + half) * 128, mask=inside, other=0),)  # noqa: RUF005
+            for i in tl.static_range(lines):
+                line = (here // 2 if form == "pairs" else here * lines + i) * spread + h * n
+                for half in tl.static_range(2):
+                    row = tl.minimum(own + (16 * g + 8 * half), n - 1)
+                    found = found + (tl.load(words + line + row, mask=inside, other=0),)  # noqa: RUF005
+    return found
 
 
 @triton.jit
-def dots(xc, xs, codes, words, gains, bias, out, n, padded, spread, rows: tl.constexpr, groups: tl.constexpr,
-         span: tl.constexpr, steps: tl.constexpr, even: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
-         gate: tl.constexpr, linked: tl.constexpr, fast: tl.constexpr):
-    """As `product`, by integer dot products: for few rows of x by `fixed_point`, and int4 with at most one scale a unit.
+def _scaled(part, whole, word, odd, form: tl.constexpr, half: tl.constexpr, base: tl.constexpr):
+    """Sums of a group of columns with their scale and zero; `whole`: the sums of x's columns; `word`: [.., 8, 2], of the rows
+    and of those 8 further on."""
+    if form == "pairs" or form == "halves":
+        word = tl.where(odd, word >> 16, word)
+    if form == "float":
+        scale = word.to(tl.float32, bitcast=True)
+    else:
+        scale = _lower(word, half)
+    zero = tl.full(word.shape, base + 8.0, tl.float32)
+    if form == "zeros" or form == "shifts":
+        zero = _upper(word, half) + base * (form == "zeros")
+    both = tl.join(scale, zero)[:, :, None, :, None, :]
+    both = tl.reshape(tl.broadcast_to(both, (word.shape[0], 8, 4, 2, 2, 2)), (word.shape[0], 128, 2))
+    scale, zero = tl.split(both)
+    if form == "shifts":
+        found = (part - base * whole) * scale + zero * whole
+    else:
+        found = (part - zero * whole) * scale
+    return found
 
-    A program takes 8 * `groups` rows of the matrix in `steps` steps of `span` units (`even`: exactly). It loads all its codes
-    before it waits for the kernel that writes x. A warp reads 8 rows of a unit, which are 512 bytes in a row. codes: int32."""
-    first = tl.program_id(0) * (8 * groups)
-    units = padded // 128
-    u, word_of, eight = tl.arange(0, span), tl.arange(0, 128), tl.arange(0, 8)
-    at = codes + (first // 64).to(tl.int64) * (padded * 8) + first % 64 * 16 + u[:, None] * 1024 + word_of[None, :]
-    beside = tl.cast(n, tl.int64) * (padded // 8)
-    parts: tl.constexpr = 1 if gate is None else 2
-    launch(linked)
-    code = ()
-    word = ()
-    for t in tl.static_range(steps):
-        here = t * span + u
-        for g in tl.static_range(groups):
-            kept = tl.minimum(first + g * 8 + eight, n - 1)
-            for h in tl.static_range(parts):
-                place = tl.minimum(here, units - 1)
-                if even:
-                    code = code + (tl.load(at + h * beside + t * (span * 1024) + g * 128),)  # noqa: RUF005
-                else:
-                    code = code + (tl.load(at + h * beside + t * (span * 1024) + g * 128, mask=(here < units)[:, None],  # noqa: RUF005
-                                           other=0),)
-                if form == "row":
-                    word = word + (place,)  # noqa: RUF005
-                elif form == "pairs":
-                    both = tl.load(words + (place // 2 * spread)[:, None, None] + (h * n + kept)[None, :, None])
-                    word = word + (tl.where((here % 2 == 1)[:, None, None], both >> 16, both),)  # noqa: RUF005
-                else:
-                    word = word + (tl.load(words + (place * spread)[:, None, None] + (h * n + kept)[None, :, None]),)  # noqa: RUF005
-    await_previous(linked)
-    plane = rows * units * 16
-    for r in tl.static_range(rows):
-        total = ()
-        for _ in tl.static_range(groups * parts):
-            total = total + (tl.zeros((span, 8, 4), tl.float32),)  # noqa: RUF005
-        for t in tl.static_range(steps):
-            here = t * span + u
-            inside = here < units
-            column = xc + r * units * 16 + tl.minimum(here, units - 1)[:, None] * 16 + (word_of % 16)[None, :]
-            ha, la, hb, lb = tl.load(column), tl.load(column + plane), tl.load(column + 2 * plane), tl.load(column + 3 * plane)
-            scale = tl.load(xs + here * rows + r, mask=inside, other=0.0)[:, None, None]
-            # Codes of one give the sum of x's columns, by which zeros and shifts are multiplied.
-            ones = tl.full((span, 128), 0x11111111, tl.int32)
-            whole = tl.sum(tl.reshape(_dot4(ones, ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
+
+@triton.jit
+def _step(total, x, codes, here, groups: tl.constexpr, scales: tl.constexpr, lines: tl.constexpr, form: tl.constexpr,
+          half: tl.constexpr, narrow: tl.constexpr, fast: tl.constexpr):
+    """Adds the products of units of columns to the sums of each group of 16 rows."""
+    one = tl.full(x[0].shape, 0x3C003C00 if narrow else 0x3F803F80, tl.int32)
+    none = tl.zeros(x[0].shape, tl.float32)
+    # Products with ones remove what spread codes have too much, as they do zeros.
+    base: tl.constexpr = 1024.0 if narrow else 128.0
+    for s in tl.static_range(scales):
+        whole = none
+        part = ()
+        for _ in tl.static_range(groups):
+            part = part + (none,)  # noqa: RUF005
+        for i in tl.static_range(s * (4 // scales), (s + 1) * (4 // scales)):
+            # Products that do not wait for each other follow one another.
+            whole = _multiplied(whole, one, one, x[i], narrow, fast)
             more = ()
-            for i in tl.static_range(groups * parts):
-                part = tl.sum(tl.reshape(_dot4(code[t * groups * parts + i], ha, la, hb, lb, fast), (span, 8, 4, 4)), 3)
-                scales = word[t * groups * parts + i]
-                if form == "row":
-                    part = (part - 8 * whole).to(tl.float32)
-                elif form == "pairs":
-                    part = (part - 8 * whole).to(tl.float32) * _lower(scales, half)
-                elif form == "zeros":
-                    part = (part - _upper(scales, half).to(tl.int32) * whole).to(tl.float32) * _lower(scales, half)
-                else:
-                    part = part.to(tl.float32) * _lower(scales, half) + whole.to(tl.float32) * _upper(scales, half)
-                more = more + (total[i] + part * scale,)  # noqa: RUF005
-            total = more
+            for g in tl.static_range(groups):
+                a, b = codes[g * (2 + 2 * lines)], codes[g * (2 + 2 * lines) + 1]
+                more = more + (_multiplied(part[g], _spread(a, i, narrow, fast), _spread(b, i, narrow, fast), x[i],  # noqa: RUF005
+                                           narrow, fast),)
+            part = more
+        more = ()
         for g in tl.static_range(groups):
-            rn = first + g * 8 + eight
-            kept = tl.minimum(rn, n - 1)
-            y, z = tl.sum(tl.sum(total[g * parts], 2), 0), tl.sum(tl.sum(total[g * parts + parts - 1], 2), 0)
-            y = _finish(y, z, gains, bias, kept, n, out.dtype.element_ty, gate)
-            tl.store(out + r * n + rn, y.to(out.dtype.element_ty), mask=rn < n)
+            if form == "row":
+                more = more + (total[g] + part[g] - (base + 8.0) * whole,)  # noqa: RUF005
+            else:
+                first = codes[g * (2 + 2 * lines) + 2 + 2 * (s * lines // scales)]
+                second = codes[g * (2 + 2 * lines) + 3 + 2 * (s * lines // scales)]
+                odd = (here % 2 == 1)[:, :, None] if form == "pairs" else s % 2 == 1
+                more = more + (total[g] + _scaled(part[g], whole, tl.join(first, second), odd, form, half, base),)  # noqa: RUF005
+        total = more
+    return total
+
+
+@triton.jit(do_not_specialize=("rows",))
+def fragments(x, codes, words, gains, bias, out, rows, n, k, padded, spread, stride, groups: tl.constexpr, span: tl.constexpr,
+              ahead: tl.constexpr, scales: tl.constexpr, form: tl.constexpr, half: tl.constexpr, gate: tl.constexpr,
+              linked: tl.constexpr, fast: tl.constexpr):
+    """As `product` for int4 and at most 8 rows of x, 16-bit numbers in rows 8 * `stride` apart.
+
+    A program takes 16 * `groups` rows of the matrix, `span` units of columns a step, each of which a warp multiplies alone: a
+    lane reads 16 bytes of a row's codes, which are operands of the tensor cores once their bits are spread. Codes are read
+    `ahead` steps before they are multiplied, the first before the wait for the kernel that writes x. codes: int32; k is a
+    multiple of 8."""
+    first = tl.program_id(0) * (16 * groups)
+    parts: tl.constexpr = 1 if gate is None else 2
+    lines: tl.constexpr = 0 if form == "row" else scales // 2 if form == "halves" else scales
+    size: tl.constexpr = groups * parts * (2 + 2 * lines)
+    narrow: tl.constexpr = x.dtype.element_ty == tl.float16
+    units = padded // 128
+    unit, index = tl.arange(0, span)[:, None], tl.arange(0, 128)
+    at = codes + (first // 64).to(tl.int64) * (padded * 8) + (first % 64 * 16 + index[None, :])
+    beside = tl.cast(n, tl.int64) * (padded // 8)
+    own = first + tl.arange(0, 8)[None, :]
+    launch(linked)
+    read = ()
+    for t in tl.static_range(ahead):
+        read = read + _codes(at, beside, words, t * span + unit, units, spread, n, own, groups, parts, lines, form)
+    await_previous(linked)
+    # Written so that the compiler sees which addresses follow each other.
+    row, column = index[None, :] // 16, (index[None, :] // 4 - index[None, :] // 16 * 4) * 8
+    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (stride * 4 - 16) + index[None, :]
+    v = _lanes(pairs, unit, row < rows, column, k)
+    total = ()
+    for _ in tl.static_range(groups * parts):
+        total = total + (tl.zeros((span, 128), tl.float32),)  # noqa: RUF005
+    for start in tl.range(0, units, span):
+        here = start + unit
+        next_v = _lanes(pairs, here + span, row < rows, column, k)
+        read = read + _codes(at, beside, words, here + ahead * span, units, spread, n, own, groups, parts, lines, form)
+        total = _step(total, v, read, here, groups * parts, scales, lines, form, half, narrow, fast)
+        read = read[size:]
+        v = next_v
+    rm = index // 4 % 4 * 2 + index % 2
+    for g in tl.static_range(groups):
+        rn = first + 16 * g + index // 16 + index % 4 // 2 * 8
+        y, z = tl.sum(total[g * parts], 0), tl.sum(total[g * parts + parts - 1], 0)
+        y = _finish(y, z, gains, bias, tl.minimum(rn, n - 1), n, out.dtype.element_ty, gate)
+        tl.store(out + rm.to(tl.int64) * n + rn, y.to(out.dtype.element_ty), mask=(rn < n) & (rm < rows))
 
 
 @triton.jit

@@ -16,10 +16,6 @@ from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded, codes
 from penstock.ops.linear_triton import Tile, parts_of, tickets_of
 from penstock.ops.table import register
 
-DOT_ROWS = 1
-"""The most rows that are multiplied by `launch_dots`; more are faster on tensor cores."""
-
-
 MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
 
@@ -109,25 +105,29 @@ def launch(cut: Tile, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWei
     return out
 
 
-def launch_dots(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
-                gate: str | None = None) -> torch.Tensor:
-    """The product of few rows with a matrix of 4-bit integers, without tensor cores: `dottable` says of which."""
+def launch_fragments(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+                     gate: str | None = None, cut: tuple[int, int, int] | None = None) -> torch.Tensor:
+    """The product of at most 8 rows with a matrix of 4-bit integers by tensor cores fed from registers: `fragmented` says of
+    which. cut: groups of 16 rows of the matrix, units of columns and steps read ahead of a program."""
     from penstock.ops import coded_kernels as kernels
 
-    rows, n, units = x.shape[0], weight.n if gate is None else weight.n // 2, weight.padded // 128
-    linked, fast = gpu.linked(x.device), x.device.type != "cpu"
-    codes = torch.empty(4 * rows * units * 16, dtype=torch.int32, device=x.device)
-    scales = torch.empty(units, rows, dtype=torch.float32, device=x.device)
-    kernels.fixed_point[(-(-units // 4), rows)](x, codes, scales, rows, x.stride(0), weight.k, units, span=4, linked=linked,
-                                                num_warps=2, launch_pdl=linked)
+    rows, n, linked = x.shape[0], weight.n if gate is None else weight.n // 2, gpu.linked(x.device)
+    if cut is None:
+        cut = (2, 4, 1) if gate is not None else (1, 16, 1) if weight.k > 8192 else (1, 4, 4) if n > 4096 else (1, 8, 4)
+    groups, span, ahead = cut
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
-    groups, span, warps = (1, 8, 4) if gate is not None else (2, 16, 8)
-    span = min(span, gpu.covering(units))
-    kernels.dots[(-(-n // (8 * groups)),)](
-        codes, scales, weight.data.view(torch.int32), weight.words, weight.gains, bias, out, n, weight.padded, weight.spread,
-        rows=rows, groups=groups, span=span, steps=-(-units // span), even=units % span == 0, form=weight.form,
-        half=weight.half, gate=gate, linked=linked, fast=fast, num_warps=min(warps, span), launch_pdl=linked)
+    kernels.fragments[(-(-n // (16 * groups)),)](
+        x, weight.data.view(torch.int32), weight.words, weight.gains, bias, out, rows, n, weight.k, weight.padded,
+        weight.spread, x.stride(0) // 8, groups=groups, span=span, ahead=ahead, scales=weight.scales, form=weight.form,
+        half=weight.half, gate=gate, linked=linked, fast=x.device.type != "cpu", num_warps=span, num_stages=1,
+        launch_pdl=linked)
     return out
+
+
+def fragmented(x: torch.Tensor, weight: CodedWeight) -> bool:
+    """Whether `launch_fragments` serves: for 4-bit integers, and rows of 16-bit numbers that lie at multiples of 16 bytes."""
+    return (x.shape[0] <= 8 and weight.kind == "int4" and x.dtype != torch.float32 and x.data_ptr() % 16 == 0
+            and weight.k % 8 == 0 and (x.shape[0] == 1 or x.stride(0) % 8 == 0))
 
 
 def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
@@ -155,14 +155,6 @@ def readable(x: torch.Tensor, weight: CodedWeight) -> bool:
     """Whether `launch_codes` serves."""
     return (x.shape[0] == 1 and weight.data.dtype is FP8 and weight.form == "row" and weight.order is None
             and weight.k == weight.padded)
-
-
-def dottable(x: torch.Tensor, weight: CodedWeight) -> bool:
-    """Whether `launch_dots` serves: for codes of 4-bit integers with groups of at least 128 columns, which fit into registers,
-    and an x of 16-bit numbers that can be read by pairs."""
-    return (x.shape[0] <= DOT_ROWS and weight.kind == "int4" and weight.scales == 1 and weight.form != "float"
-            and weight.padded <= 1 << 15 and x.dtype != torch.float32 and x.data_ptr() % 4 == 0 and weight.k % 2 == 0
-            and x.stride(0) % 2 == 0)
 
 
 def quantized(x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +225,7 @@ class CodedTriton:
         fused = gate if weight.n % 128 == 0 else None
         few_rows = None
         if not self._invariant and x.shape[0]:
-            few_rows = launch_dots if dottable(x, weight) else launch_codes if readable(x, weight) else None
+            few_rows = launch_fragments if fragmented(x, weight) else launch_codes if readable(x, weight) else None
         if few_rows is not None:
             y = few_rows(x, weight, bias, dtype, fused)
         else:
