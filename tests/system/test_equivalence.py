@@ -229,11 +229,11 @@ LATENT_AXES = AXES | {axis: dict([next(iter(AXES[axis].items()))]) for axis in (
 LATENT = covering(LATENT_AXES, 2)
 """The cache has no codecs for latents, contexts do not divide them, four of their pages are more than a third of the tiers'
 memory, and the test's adapters have other projections."""
-RECURRENT = covering(LATENT_AXES | {
+RECURRENT = [route for route in covering(LATENT_AXES | {
     "drafter": {name: value for name, value in AXES["drafter"].items() if name not in ("model", "adaptive")},
-    "scheme": {"plain": Value()}}, 2)
-"""The same holds for recurrent states. A draft model must be able to lag behind; and where a chunk ends changes the last place
-of a sum over it, which with quantized activations may become a whole code."""
+    "scheme": {"plain": Value()}}, 2) if route["tier"] != "disk" or route["layout"] in ("1", "2")]
+"""The same holds for recurrent states. A draft model must be able to lag behind; where a chunk ends changes the last place of a
+sum over it, which with quantized activations may become a whole code; four pages are more than half of the tiers' memory."""
 MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS, "canary-moe": PAIRS, "canary-hybrid": RECURRENT}
 """Latents with experts; sinks and windows with experts; experts alone; recurrent states with experts. All trained."""
 
