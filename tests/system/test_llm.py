@@ -126,6 +126,23 @@ def test_the_first_step_does_not_wait_for_all_prompts(llm: LLM, monkeypatch: pyt
     assert gc.get_threshold() == before
 
 
+def test_a_batch_brings_no_collection_of_what_was_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The young collections of a batch count towards a full one, which would come right behind it."""
+    seen, turn = list[int](), llm.engine.turn
+
+    def littering() -> list[Update]:
+        seen.append(gc.get_freeze_count())
+        gc.collect(1)
+        return turn()
+
+    monkeypatch.setattr(llm.engine, "turn", littering)
+    gc.collect()
+    there = len(gc.get_objects())
+    llm.generate([START] * 2, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), use_tqdm=False)
+    assert min(seen) > there * 0.9 and len(seen) > 10 and gc.get_count()[2] < 3
+    assert gc.get_freeze_count() == 0
+
+
 def test_several_continuations(llm: LLM) -> None:
     params = SamplingParams(n=4, temperature=1.0, seed=11, max_tokens=12)
     one, other = llm.generate([START, START], params, use_tqdm=False)

@@ -403,17 +403,22 @@ def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _old_objects_at_rest() -> Iterator[None]:
-    """Makes full garbage collections rare inside the block: one takes longer than a step, and a batch triggers many."""
+    """Leaves the objects that there are out of garbage collections inside the block, where full ones are rare: one takes longer
+    than a step, and a batch triggers many."""
     first, second, third = gc.get_threshold()
-    if third >= _SELDOM:
-        # Another caller has raised the threshold already, and restores it.
+    if third >= _SELDOM or gc.get_freeze_count():
+        # Another caller is inside such a block, or the program has frozen its objects itself.
         yield
         return
     gc.set_threshold(first, second, _SELDOM)
+    gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(first, second, third)
+        # Else the batch's young collections would bring a full one, of everything, right behind it.
+        gc.collect()
+        gc.unfreeze()
 
 
 @contextmanager
