@@ -46,7 +46,7 @@ from penstock.engine.view import View
 from penstock.layers.step import Step, Works
 from penstock.ops.attention import Geometry
 from penstock.ops.attention_triton import TritonAttention
-from penstock.ops.step import StepTensors
+from penstock.ops.step import StepTensors, bring, move_step
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.promises import policy_of
 from penstock.scheduler.scheduler import Scheduler
@@ -66,8 +66,8 @@ class NoModel:
         attention = TritonAttention(invariant=False)
         self.works = Works()
         self.works.index(0, Geometry(32, 8, 128, PAGE), attention)
-        self.kernels = SimpleNamespace(attention=attention, build_step=self._build, sample=self,
-                                       lora=None, chosen={"sample": SimpleNamespace(capturable=False)})
+        self.kernels = SimpleNamespace(attention=attention, build_step=self._build, bring=bring, move_step=move_step,
+                                       sample=self, lora=None, chosen={"sample": SimpleNamespace(capturable=False)})
         self.spec = SimpleNamespace(begins=True, ends=True, drafts=False)
         self.lockstep = self.context = self.group = self.picks = None
         self.device = torch.device("cpu")

@@ -104,7 +104,7 @@ def test_the_schema() -> None:
     assert answer["application/json"]["schema"]["$ref"].endswith("/ChatCompletion")
     assert answer["text/event-stream"]["schema"]["$ref"].endswith("/Chunk")
     sources = openly["paths"]["/kv_event_sources"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert sources["type"] == "array" and sources["items"]["$ref"].endswith("/EventSource")
+    assert sources["type"] == "array" and sources["items"]["type"] == "object"
     assert "post" in openly["paths"]["/ping"] and "/v1/tokenize" in openly["paths"] and "/invocations" in openly["paths"]
 
 

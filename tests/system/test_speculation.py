@@ -258,7 +258,8 @@ def test_options_in_vllms_spelling() -> None:
     assert asked(model="x", num_speculative_tokens=7) == Speculation("auto", "x", 7)
     assert asked(method="deepseek_mtp", num_speculative_tokens=1) == Speculation("mtp", None, 1)
     assert asked(method="eagle3", model="x") == Speculation("eagle3", "x")
-    assert asked(model="[ngram]", prompt_lookup_min=6) == Speculation("ngram", longest=6, shortest=6)
+    assert asked(model="[ngram]", prompt_lookup_min=6) == Speculation("ngram", longest=16, shortest=6)
+    assert asked(model="[ngram]", prompt_lookup_min=20) == Speculation("ngram", longest=20, shortest=20)
     assert speculation(EngineOptions(speculate="auto")) == Speculation("auto")
     assert speculation(EngineOptions(speculative_model="x", draft_policy="fixed")) == Speculation("auto", "x", adaptive=False)
     for config, message in (({"method": "look"}, "possible are"),

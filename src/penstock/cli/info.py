@@ -266,7 +266,7 @@ _WAIT = 0.6
 
 
 def picked_experts(options: EngineOptions, model: dict[str, Any]) -> dict[str, Any]:
-    """How often each layer's experts are picked while the engine answers graded prompts, as plain data. ConfigError if the
+    """The picks of each layer's experts while the engine answers graded prompts, as plain data. ConfigError if the
     model has no experts."""
     from penstock.canary.suite import SKILLS, prompts
     from penstock.core.sampling import SamplingParams

@@ -1,6 +1,6 @@
 """Reads a LoRA adapter's tensors for a model: which projection each belongs to, checked by names and shapes, cut for a rank.
 
-Those of mixtures' experts (`ExpertAdapters`) are of modules or of stacked parameters, as PEFT writes them."""
+Adapters of mixtures' experts (`ExpertAdapters`) are of modules or of stacked parameters, as PEFT writes them."""
 
 import hashlib
 import math

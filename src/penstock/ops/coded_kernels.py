@@ -335,7 +335,7 @@ def _multiplied(total, a, b, x, half: tl.constexpr, fast: tl.constexpr):
 
     All are [.., 128]: what the lanes of a warp hold in registers, four words each. a (the first 8 rows of w), b (the next 8)
     and x have pairs of 16-bit numbers: lane 4 g + t has columns 8 t to 8 t + 7 of row g. Of the sums it has those of row g with
-    rows 2 t and 2 t + 1 of x, and then of row g + 8. Which columns an instruction multiplies is the same for both operands, so
+    rows 2 t and 2 t + 1 of x, and then of row g + 8. An instruction multiplies the same columns of both operands, so
     their order does not matter."""
     if fast:
         total = tl.inline_asm_elementwise(_HALF if half else _BRAIN, "=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f",

@@ -13,7 +13,7 @@ from penstock.ops.table import register
 
 
 class MatrixOps(Protocol):
-    """What a kernel does with a matrix that it has packed, as `LinearOps` says."""
+    """A kernel's operations on a matrix that it has packed, as `LinearOps` says."""
 
     def apply(self, x: torch.Tensor, weight: "Weight", bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor: ...

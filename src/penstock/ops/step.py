@@ -75,7 +75,7 @@ def build_on_host(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Te
 
 
 class Moving(NamedTuple):
-    """What a step's array says of S segments [S] and L logits rows [L] whose places the device corrects, int32."""
+    """A step's array: S segments [S] and L logits rows [L] whose places the device corrects, int32."""
 
     row: torch.Tensor
     start: torch.Tensor

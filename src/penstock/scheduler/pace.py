@@ -73,7 +73,7 @@ class Pace:
         return min(target / 2, max(target * _PIECE, _WHOLE * self.times.seconds(Load(1, 1))))
 
     def had(self, saved: float, pieces: int = 1) -> float:
-        """What is left of the seconds that requests have `saved`, after pieces in which no other waited."""
+        """Returns the rest of the seconds that requests have `saved`, after pieces in which no other waited."""
         return max(saved - pieces * self.piece, -HAD * self.piece)
 
     def long(self, sequence: Sequence) -> bool:

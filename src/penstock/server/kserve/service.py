@@ -136,7 +136,7 @@ class Service:
     # -- the application
 
     async def _beside(self, size: int, read: Callable[[], Any]) -> Any:
-        """What `read` makes of a message of so many bytes, beside the event loop if that takes long."""
+        """Returns the result of `read` for a message of so many bytes, made beside the event loop if that takes long."""
         try:
             return await self._state.llm.work.run(size, read)
         except RequestError as error:
