@@ -214,7 +214,7 @@ def test_a_step_waits_for_saves_of_what_its_pages_were_in_another_group() -> Non
     rig.close()
 
 
-def test_broken_pages_are_told_and_dropped(tmp_path: Path) -> None:
+def test_broken_pages_are_told_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path)
     rig.tiers.offer([rig.fill(i, i) for i in range(4)], leaving=False)
     rig.step()
@@ -227,10 +227,10 @@ def test_broken_pages_are_told_and_dropped(tmp_path: Path) -> None:
     flipped.write_bytes(data)
     disk.path(PageName(0, content(2, 0).key)).write_bytes(data[:700])
     again = Rig(tmp_path)
+    # The tier would not try a page that it knows to be gone.
+    monkeypatch.setattr("penstock.cache.tiers.catalog.Catalog.refresh", lambda _: None)
+    disk.path(PageName(0, content(3, 0).key)).unlink()
     for number in (1, 2, 3):
-        if number == 3:
-            # Not earlier: the tier lists its folder from time to time, and would not try a page that it knows to be gone.
-            disk.path(PageName(0, content(3, 0).key)).unlink()
         assert load(again, [content(0, 0), content(number, 1)]) is False
         assert again.tiers.find(0, [content(number, 0).key]) == [False]
     assert load(again, [content(0, 4)]) and again.holds(0, 4)
