@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.core.state import Retention, StateSpec
+from penstock.core.state import Retention, Snapshot, StateSpec
 
 ALIGN = 64
 """Alignment in bytes: a cache line, and a multiple of every vector load."""
@@ -45,7 +45,7 @@ class CacheLayout:
         """The most pages of `group` that a sequence of `length` positions holds at once, computed `chunk` at a time."""
         if group.keep.exact:
             # The state where a segment starts, and where it ends; a segment behind drafts may start in the page before.
-            return min(-(-length // self.page), 3 if getattr(group.keep, "back", 0) else 2)
+            return min(-(-length // self.page), 3 if isinstance(group.keep, Snapshot) and group.keep.back else 2)
         most = min(length, group.keep.widest(length) + chunk)
         # A stretch that starts inside a page touches one page more.
         spill = 0 if most == length else 1
