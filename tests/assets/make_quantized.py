@@ -348,6 +348,8 @@ def quark(out: Path) -> None:
     rows = q.Int8PerChannelSpec(symmetric=True, scale_type="float", round_method="half_even", ch_axis=0, is_dynamic=False)
     kinds = {"quark-fp8": (fp8, fp8), "quark-int8": (rows, None),
              "quark-mxfp4": (q.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False), None),
+             "quark-uint4": (q.Uint4PerGroupSpec(symmetric=False, scale_type="float", round_method="half_even", ch_axis=-1,
+                                                 is_dynamic=False, group_size=64), None),
              "quark-fp8-channel": (q.FP8E4M3PerChannelSpec(is_dynamic=False, ch_axis=0),
                                    q.FP8E4M3PerChannelSpec(is_dynamic=True, ch_axis=1))}
     for name, (weight, inputs) in kinds.items():
