@@ -34,11 +34,9 @@ from penstock.cache.eviction import POLICIES
 from penstock.cache.manager import Cache, Reuse
 from penstock.cli.bench.drawing import COLOURS, Axis, Box, Line, legend, panel, picture
 from penstock.cli.bench.environment import environment
-from penstock.core.layout import lay_out
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 
 CAPACITIES = ("1/64", "1/32", "1/16", "1/8", "1/4", "1/2", "3/4", "1")
 BYTE_PAGE = 64

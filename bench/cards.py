@@ -27,7 +27,7 @@ from typing import Any
 import layouts
 from fixed import SHAPES, workloads, write
 from gpu_http import load, server
-from layouts import child, predicted, say
+from layouts import child, say
 
 _OPEN = 16
 """Requests that are open when a rank is killed."""
@@ -51,6 +51,9 @@ def parts(cards: int, rehearse: bool) -> Iterator[Part]:
                                                layouts.KINDS[:2] if rehearse else layouts.KINDS)
     yield time_of(mixed, f"ep{cards}", decode)
     yield time_of(mixed, f"dpep{cards}", "decode_b1" if rehearse else "decode_b256")
+    # As many sequences for each card as one has, and experts that move.
+    yield time_of(mixed, "one", "decode_b1" if rehearse else "decode_b256")
+    yield time_of(mixed, f"dpepb{cards}", "decode_b1" if rehearse else f"decode_b{256 * cards}")
     yield "served", lambda limit: served(middle, (1, cards), 2 if rehearse else 256, limit)
     yield "fault", lambda limit: killed(middle, cards, limit)
     yield time_of(middle, f"cp{cards}", "decode_b1" if rehearse else "prompt_120k", 1)
@@ -69,15 +72,25 @@ def _products(cards: int) -> list[str]:
             if len(sizes := [one for one in options.values() if type(one) is int]) > 1 and sizes[0] * sizes[1] == cards]
 
 
+_ALONE: dict[tuple[str, str], float] = {}
+"""Seconds on one card, by shape and workload."""
+
+
 def foretold(line: dict[str, Any]) -> dict[str, float]:
-    """The seconds that the model predicts for a workload, where it knows the layout."""
+    """The seconds that the simulator predicts for a workload, where it knows the layout; where each of n cards has as many
+    sequences as one card had, the share of n times its rate."""
     shape, layout, workload = (str(line.get(name, "")) for name in ("shape", "layout", "workload"))
-    if shape not in SHAPES or layout[:2] not in ("tp", "ep", "on") or not workload.startswith("decode_b"):
-        return {}
-    asks = next(asks for name, asks in workloads(shape) if name == workload)
-    ranks = int(layout[2:]) if layout != "one" else 1
-    step = predicted(shape, ranks, len(asks), len(asks[0].prompt) + asks[0].output // 2, layout.startswith("ep"))
-    return {"predicted": round(step["seconds"] * asks[0].output, 4)}
+    axis, number = ("tp", "1") if layout == "one" else (layout[:2], layout[2:])
+    found, sequences = dict[str, float](), workload.removeprefix("decode_b")
+    if layout == "one" and "seconds" in line:
+        _ALONE[shape, workload] = line["seconds"]
+    elif layout.startswith("dpepb") and (shape, "decode_b256") in _ALONE and sequences == str(256 * int(layout[5:])):
+        found["of_linear"] = round(_ALONE[shape, "decode_b256"] / line["seconds"], 3)
+    asks = dict(workloads(shape)).get(workload) if shape in SHAPES else None
+    if asks and axis in ("tp", "ep", "dp") and number.isdigit():
+        engine = layouts.cost(shape, "one" if axis == "dp" else axis + number)
+        found["predicted"] = round(layouts.simulated(engine, asks, int(number) if axis == "dp" else 1), 4)
+    return found
 
 
 def _flags(*more: str) -> list[str]:

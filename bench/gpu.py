@@ -170,7 +170,8 @@ class _Bench:
         _say(f"  {'workload':16} {'seconds':>8} " + ("usual     cost" if usual else "   floor   target     peer   of peer"))
         found = {}
         for name, asks in workloads(self.name):
-            if name not in PEER[self.name] or (self.args.workload and name not in self.args.workload):
+            wanted = self.args.workload or PEER[self.name].keys() | TARGET[self.name].keys()
+            if name not in wanted:
                 continue
             seconds = self._seconds(name, asks)
             median = statistics.median(seconds)

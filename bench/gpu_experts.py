@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from gpu_time import copy_bandwidth, graph_us
-from penstock.ops import compile as compiling
-from penstock.ops import experts_triton, gpu
+from penstock.ops import compile as compiling, experts_triton, gpu
 from penstock.ops.experts import Glu, Stack
 from penstock.ops.experts_triton import Plan, Tile, TritonExperts, choose
 from penstock.ops.routing import Routing

@@ -28,11 +28,10 @@ from penstock.checkpoint import resolve_folder
 from penstock.cli.bench.environment import environment
 from penstock.config.schema import EngineOptions
 from penstock.core import service
-from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import EngineInfo
 from penstock.core.sampling import SamplingParams
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.core.steptime import StepTime
 from penstock.engine.adapters import Adapters
 from penstock.engine.beam import BeamSearches

@@ -1,8 +1,11 @@
-"""Layouts over several GPUs: first whether greedy tokens equal one card's, then seconds of fixed workloads; or both on paper.
+"""Layouts over several GPUs: first whether greedy tokens equal one card's, then seconds of fixed workloads; or steps on paper,
+and workloads on the simulator (`penstock simulate`), whose device takes what the paper says.
 
 usage: python bench/layouts.py equal tp2 pp2 ep2
        python bench/layouts.py time llama8b:tp2:decode_b1,prefill_8k llama70b:tp2:decode_b1 [--repeats 2] [--limit 60]
        python bench/layouts.py predict [--shape llama8b llama70b qwen30b_a3b]
+       python bench/layouts.py simulate [--shape ...] [--workload decode_b32 decode_b256 offline_mix1000]
+       python bench/layouts.py cost llama70b:tp4 > cost.json; penstock simulate TRACE --model-cost cost.json
 
 Every engine is a process of its own with a limit, and every figure is printed and appended to $OUT/layouts.jsonl as it comes.
 """
@@ -13,8 +16,10 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -27,8 +32,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fixed import SHAPES, sizes, workloads, write
-from penstock.config.options import engine_options
+import msgspec
+
+from fixed import ATTENTION, SHAPES, Ask, sizes, workloads, write
+from penstock.cli.simulation.fleet import Cost, Fleet
+from penstock.config.schema import engine_options
+from penstock.core.request import Request
+from penstock.core.sampling import SamplingParams
+from penstock.core.steptime import TERMS, Load, StepTime
 from penstock.parallel.layout import COMPUTE, LINKS, READ, STEP, sum_seconds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -38,6 +49,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"dp{n}": {"data_parallel_size": n} for n in (2, 4, 8)},
     **{f"cp{n}": {"context_parallel_size": n} for n in (2, 4, 8)},
     **{f"dpep{n}": {"data_parallel_size": n, "enable_expert_parallel": True} for n in (2, 4, 8)},
+    **{f"dpepb{n}": {"data_parallel_size": n, "enable_expert_parallel": True, "enable_eplb": True,
+                     "eplb_config": {"step_interval": 32, "num_redundant_experts": 2 * n}} for n in (2, 4, 8)},
     **{f"away{n}": {"offload_weights": str(n / 100)} for n in (25, 50, 75, 100)},
     "disk50": {"offload_weights": "0.5", "offload_folder": os.environ.get("FOLDER", "/tmp")},
     "tp2runs": {"tensor_parallel_size": 2, "kernels": {"messages": "overlapped"}},
@@ -97,7 +110,7 @@ def child(*words: str, limit: float, told: Callable[[dict[str, Any]], None]) -> 
 
 KINDS = (("canary", "float32"), ("canary-moe", "float32"), ("canary-sink", "float32"), ("8b-small", "bfloat16"))
 """Shapes and types, the smallest first. In float32 by plain PyTorch sums over ranks leave no ties, and nothing is compiled; in
-bfloat16 with every kernel and graph pipeline stages must be equal, and sums may not."""
+bfloat16 with every kernel and graph, batch-invariant, pipeline stages must be equal, and sums over ranks may not."""
 
 
 def tokens(layout: str, *kinds: str) -> None:
@@ -113,7 +126,7 @@ def tokens(layout: str, *kinds: str) -> None:
                 Path(__file__).parents[1] / "tests" / "assets" / shape)
             options = {"dtype": dtype, "device": DEVICE, "max_model_len": 1024, "max_num_seqs": 16, "threads": 1,
                        "skip_tokenizer_init": True, "gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": 1 << 28,
-                       "load_format": "dummy" if made else "auto", **LAYOUTS[layout],
+                       "load_format": "dummy" if made else "auto", "batch_invariant": dtype == "bfloat16", **LAYOUTS[layout],
                        "kernels": {"*": "reference"} if dtype == "float32" and DEVICE == "cuda" else {}}
             found = answers(model, options, [(prompt, 32) for prompt in prompts])[1]
         print(json.dumps({"kind": kind, "layout": layout, "tokens": found, "s": round(time.perf_counter() - started, 1)}),
@@ -182,8 +195,6 @@ class Engine:
             self._llm.close()
 
     def run(self, asks: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
-        from penstock.core.sampling import SamplingParams
-
         params = [SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False) for _, output in asks]
         if self._several:
             return self._loop.run_until_complete(self._all(asks, params))
@@ -210,6 +221,9 @@ def timed(shape: str, layout: str, names: str, repeats: int) -> None:
     known = {name: [(ask.prompt, ask.output) for ask in asks]
              for name, asks in workloads(shape if shape in SHAPES else "llama8b")}
     long = [1000 + i * 7919 % 90000 for i in range(122880)]
+    for cards in (2, 4, 8):
+        known[f"decode_b{256 * cards}"] = [(prompt[turn:] + prompt[:turn], output) for turn in range(cards)
+                                           for prompt, output in known["decode_b256"]]
     known["prompt_500k"] = [([1000 + i * 7919 % 90000 for i in range(500_000)], 1)]
     if shape.startswith("tiny"):
         known = {name: [([1 + token % 2000 for token in prompt[:24]], 6) for prompt, _ in asks[:4]]
@@ -231,19 +245,23 @@ def timed(shape: str, layout: str, names: str, repeats: int) -> None:
 # -- on paper
 
 REDUCE, LINK = LINKS["NVLink"]
+LONG, LONG_COMPUTE = 1024, 650e12
+"""Tokens of a step above which products run at so many FLOP/s, the card's power being the limit (8B's prompts, measured)."""
 
 
-def predicted(shape: str, ranks: int, rows: int, context: int, experts: bool = False) -> dict[str, float]:
-    """Seconds of a decode step of `rows` sequences under tensor parallelism, or experts over ranks. A mixture's ranks read the
-    experts that any of the rows picks; under expert parallelism the busiest rank has more than its share of them."""
+def predicted(shape: str, ranks: int, rows: int, context: float, experts: bool = False, pairs: float = 0.0) -> dict[str, float]:
+    """Seconds of a step of `rows` tokens under tensor parallelism, or experts over ranks. A mixture's ranks read the
+    experts that any of the rows picks; under expert parallelism the busiest rank has more than its share of them. `context`:
+    entries of the cache that each row reads; prompts among the rows have so many `pairs` of query and key besides."""
     size, width = sizes(SHAPES[shape]), SHAPES[shape]["hidden_size"]
     moved = size.read(rows) * 2 + rows * context * size.entry
     uneven = 1 + 0.6 / max(1.0, rows * size.picks / ranks) ** 0.5 if experts and ranks > 1 else 1.0
     reading = moved / ranks / READ * uneven
-    computing = 2 * size.weights * rows / COMPUTE / ranks
+    computing = 2 * size.weights * rows / (COMPUTE if rows <= LONG else LONG_COMPUTE) / ranks
+    attending = 4 * pairs * size.queries * size.layers / ATTENTION / ranks
     message = rows * width * 2
     one = sum_seconds(message, ranks)
-    return {"seconds": STEP + max(reading, computing) + (2 * size.layers + 1) * one * (ranks > 1),
+    return {"seconds": STEP + max(reading, computing) + attending + (2 * size.layers + 1) * one * (ranks > 1),
             "sums": (2 * size.layers + 1) * one * (ranks > 1)}
 
 
@@ -258,7 +276,8 @@ HOST, NETWORK, NETWORK_FIRST = 8, 45e9, 20e-6
 """Cards of a host; bytes/s one way and seconds of a first byte between cards of other hosts (assumed: 400 Gbit/s for each)."""
 
 
-def by_data(config: dict[str, Any], cards: int, rows: int, context: int, picked: bool) -> dict[str, float]:
+def by_data(config: dict[str, Any], cards: int, rows: int, context: float, picked: bool,
+            pairs: float = 0.0) -> dict[str, float]:
     """Seconds of a decode step of `rows` sequences a card, attention by data and experts over the cards, weights in FP8. Tokens
     go to all cards in bf16 and sums come back, as here; or (`picked`) only to the cards of their experts, in FP8, and back."""
     size, width = sizes(config), config["hidden_size"]
@@ -268,13 +287,14 @@ def by_data(config: dict[str, Any], cards: int, rows: int, context: int, picked:
     alike = size.weights - size.picks * size.expert  # what each card has of everything else
     uneven = 1 + 0.6 / max(1.0, total * size.picks / cards) ** 0.5
     reading = (alike + min(touched, all_experts) / cards * uneven + rows * context * size.entry) / READ
-    computing = 2 * size.weights * rows / (1.5 * COMPUTE)
+    computing = 2 * size.weights * rows / (1.5 * (COMPUTE if rows <= LONG else LONG_COMPUTE))
+    attending = 4 * pairs * size.queries * size.layers / ATTENTION
     layers = size.layers - config["first_k_dense_replace"]
     reached = min(cards - 1, size.picks) if picked else cards - 1
     sent = rows * width * reached * (3 if picked else 4)
     far = max(0.0, (cards - HOST) / max(1, cards - 1))
     one = sent * (1 - far) / LINK + sent * far / NETWORK + 2 * (REDUCE if cards <= HOST else NETWORK_FIRST)
-    return {"seconds": STEP + max(reading, computing) + layers * one, "messages": layers * one}
+    return {"seconds": STEP + max(reading, computing) + attending + layers * one, "messages": layers * one}
 
 
 def predict_by_data() -> None:
@@ -287,6 +307,76 @@ def predict_by_data() -> None:
             cells = [f"{one['seconds'] * 1e3:.1f} ({one['messages'] * 1e3:.1f}), {rows / one['seconds']:.0f}" for one in found]
             print(f"| {rows} sequences a card, {'to the experts of its picks' if picked else 'tokens to all'} | "
                   + " | ".join(cells) + " |")
+
+
+MEMORY, CHUNK, MOST = 0.85 * 141e9, 8192, 1024
+"""Bytes of a card that an engine may use; tokens and sequences of a step."""
+
+
+def fitted(name: str, step: Callable[[int, float, float], float], room: float) -> Cost:
+    """Predicted steps as `penstock simulate` takes them: a model of step time, fitted to steps of drawn sizes. `step`: seconds,
+    by tokens, entries of the cache that each reads, and pairs of query and key of prompts. `room`: tokens; few: ValueError."""
+    if room < CHUNK:
+        raise ValueError(f"{name}: weights leave no room")
+    times, draw = StepTime(chunk=CHUNK), random.Random(0)
+    for turn in range(6000):
+        rows, context = int(2 ** draw.uniform(0, 10)) if turn % 3 else 0, 2 ** draw.uniform(7, 12)
+        prompt = int(2 ** draw.uniform(4, 13)) if turn % 3 != 1 else 0
+        tokens, pairs = rows + prompt, prompt * (draw.choice([0, 2 ** draw.uniform(7, 13)]) + prompt / 2)
+        load = Load(rows + (prompt > 0), tokens, rows * context, pairs)
+        times.learn(load, step(tokens, rows * context / max(1, tokens), pairs))
+    return Cost(name=f"{name}, as predicted by bench/layouts.py; steps within {times.error:.1%}",
+                weights=dict(zip(TERMS, times.weights, strict=True)), kv_tokens=int(room), max_num_seqs=MOST,
+                max_num_batched_tokens=CHUNK, max_model_len=131072, step_target=None)
+
+
+@functools.cache
+def cost(shape: str, layout: str) -> Cost:
+    """`layout`: one, tpN or epN; dpepN or, with tokens sent to the experts of their picks, dpepNp: DeepSeek V3, one of its
+    cards. ValueError if the weights do not fit."""
+    if layout.startswith("dpep"):
+        cards, picked = int(layout[4:].rstrip("p")), layout.endswith("p")
+        size = sizes(DEEPSEEK)
+        weights = size.weights + (size.experts / cards - size.picks) * size.expert
+        return fitted(f"{shape}, {layout}", lambda tokens, context, pairs: by_data(
+            DEEPSEEK, cards, tokens, context, picked, pairs)["seconds"], (MEMORY - weights) / size.entry)
+    size, ranks, experts = sizes(SHAPES[shape]), 1 if layout == "one" else int(layout[2:]), layout.startswith("ep")
+    width, vocabulary = SHAPES[shape]["hidden_size"], SHAPES[shape]["vocab_size"]
+    weights = 2 * (size.weights + (size.experts - size.picks) * size.expert + width * vocabulary)
+    return fitted(f"{shape}, {layout}", lambda tokens, context, pairs: predicted(
+        shape, ranks, tokens, context, experts, pairs)["seconds"], (MEMORY * ranks - weights) / size.entry)
+
+
+def simulated(found: Cost, asks: list[Ask], replicas: int = 1) -> float:
+    """Seconds of a workload offline: the scheduler and the cache are the engine's, the device takes the predicted times."""
+    requests = (Request(str(i), ask.prompt, SamplingParams(max_tokens=ask.output, ignore_eos=True, seed=0), arrival=1.0)
+                for i, ask in enumerate(asks))
+    return Fleet(found, replicas, policy="fcfs").run(requests).seconds - 1.0
+
+
+def simulate(shapes: list[str], names: list[str]) -> None:
+    """Prints a table in Markdown: each workload over so many cards by tensors, and of mixtures by experts."""
+    print("| simulated seconds | " + " | ".join(f"{n} card{'s' * (n > 1)}" for n in (1, 2, 4, 8)) + " |")
+    print("|---|" + "---|" * 4)
+    for shape in shapes:
+        known = dict(workloads(shape))
+        for axis in ("tp", "ep") if sizes(SHAPES[shape]).experts else ("tp",):
+            costs: list[Cost | None] = []
+            for n in (1, 2, 4, 8):
+                try:
+                    costs.append(cost(shape, f"{axis}{n}"))
+                except ValueError:
+                    costs.append(None)
+            for name in names:
+                cells = [f"{simulated(one, known[name]):.3f}" if one else "no room" for one in costs]
+                print(" | ".join([f"| {shape}, {name}, {'experts' if axis == 'ep' else 'tensors'}", *cells]) + " |", flush=True)
+    print("\n| DeepSeek V3, FP8, attention by data: simulated seconds of what each card is asked for | 8 cards | 32 cards |")
+    print("|---|---|---|")
+    known = dict(workloads("llama8b"))
+    for name in names:
+        for form, words in (("", "tokens to all"), ("p", "to the experts of its picks")):
+            cells = [f"{simulated(cost('deepseek', f'dpep{cards}{form}'), known[name]):.3f}" for cards in (8, 32)]
+            print(" | ".join([f"| {name}, {words}", *cells]) + " |", flush=True)
 
 
 def predict(shapes: list[str]) -> None:
@@ -304,15 +394,22 @@ def predict(shapes: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("equal", "time", "predict", "tokens", "timed"))
+    parser.add_argument("what", choices=("equal", "time", "predict", "simulate", "cost", "tokens", "timed"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--shape", nargs="*", default=["llama8b", "llama70b", "qwen30b_a3b"])
+    parser.add_argument("--workload", nargs="*", default=["decode_b1", "decode_b32", "decode_b256", "prefill_16x2k",
+                                                          "offline_mix1000"], help="of bench/fixed.py, simulated")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each engine")
     args = parser.parse_intermixed_args()
     if args.what == "predict":
         predict(args.shape)
         predict_by_data()
+    elif args.what == "simulate":
+        simulate(args.shape, args.workload)
+    elif args.what == "cost":
+        for name in args.names:
+            print(msgspec.json.encode(cost(*name.split(":"))).decode())
     elif args.what == "tokens":
         tokens(*args.names)
     elif args.what == "timed":

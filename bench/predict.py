@@ -2,7 +2,7 @@
 (`host.py`), and a device that computes nothing in the time that each step would need. Time is virtual: the host's is its
 processor time, and the device's begins with a launch, so it also tells how long the device waits for the host.
 
-usage: python bench/predict.py [--shape llama8b qwen06b] [--workload offline_mix1000] [--rows 256 1024] [--given]
+usage: python bench/predict.py [--shape llama8b qwen06b] [--workload offline_mix1000] [--rows 256 1024] [--given] [--cards 2]
        python bench/predict.py --step-ms 2 4 8 --rows 256 1024: steps of a fixed time instead, requests ending in every one
        python bench/predict.py --streams 1 32 256: a server's closed loops instead, without what HTTP costs
 """
@@ -23,14 +23,14 @@ import numpy as np
 
 from fixed import LOAD, PEER, SHAPES, TARGET, Ask, sizes, workloads
 from host import NoEngine, NoLLM, Times, params, prompts
+from layouts import predicted
 from penstock.cli.bench.environment import environment
 from penstock.cli.serve import STEP_TARGET_MS
 from penstock.config.resolve import graph_tokens
 from penstock.core.plan import StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
-from penstock.engine import engine as engine_module
-from penstock.engine import llm as llm_module
+from penstock.engine import engine as engine_module, llm as llm_module
 from penstock.engine.executor import Direct, Pending
 from penstock.worker.graphs import Buckets
 from penstock.worker.worker import Worker
@@ -57,9 +57,11 @@ EMPTY = 0.7
 
 
 class Card:
-    """Microseconds of a step on an H200, from what was measured of kernels alone (`results/gpu_linear.json`)."""
+    """Microseconds of a step on an H200, from what was measured of kernels alone (`results/gpu_linear.json`); on several
+    `cards` by the ratio that docs/parallel.md has on paper."""
 
-    def __init__(self, shape: str) -> None:
+    def __init__(self, shape: str, cards: int = 1) -> None:
+        self._shape, self._cards = shape, cards
         found = json.loads((RESULTS / "gpu_linear.json").read_text())
         size, config = {"llama8b": "8b", "qwen06b": "06b"}[shape], SHAPES[shape]
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
@@ -93,7 +95,17 @@ class Card:
             rate = np.interp(np.log2(counts), np.log2(list(READING)), list(READING.values()))
             layer += A_KERNEL + float((work / rate).sum())
         lines = int((plan.wants & 1).sum())
-        return (layer * self.layers + _between(self.head, lines) + A_LINE * lines + step) / 1e6
+        return (layer * self.layers + _between(self.head, lines) + A_LINE * lines + step) / 1e6 * self._share(plan)
+
+    def _share(self, plan: StepPlan) -> float:
+        """The time of a step over all cards, relative to one."""
+        if self._cards == 1 or not len(plan.counts):
+            return 1.0
+        single, tokens = plan.counts == 1, int(plan.counts.sum())
+        pairs = float((plan.counts * (plan.starts + plan.counts / 2))[~single].sum())
+        context = float(plan.starts[single].sum()) / tokens
+        alone, several = (predicted(self._shape, cards, tokens, context, pairs=pairs)["seconds"] for cards in (1, self._cards))
+        return several / alone
 
     def padded(self, plan: StepPlan) -> int:
         """Rows of the captured step that a plan fits in; 0 if it is launched kernel by kernel."""
@@ -228,6 +240,7 @@ def main() -> None:
     parser.add_argument("--given", action="store_true", help="run prompts in the order in which they are given, all at once")
     parser.add_argument("--step-ms", type=float, nargs="*", default=[], help="steps that take so long, whatever is in them")
     parser.add_argument("--streams", type=int, nargs="*", default=[], help="closed loops of so many at once, one after another")
+    parser.add_argument("--cards", type=int, default=1, help="ranks that divide each layer")
     options = parser.parse_args()
     if options.given:
         llm_module._FEW = 1 << 30
@@ -238,20 +251,23 @@ def main() -> None:
                 worker, lambda plan: ms / 1e3, lambda plan: 150e-6), rows, 8192, 1 << 20)
             print(json.dumps({"rows": rows, "step_ms": milliseconds, **found, "environment": environment()}), flush=True)
     for shape in options.shape if options.streams else []:
-        card = Card(shape)
+        card = Card(shape, options.cards)
         server = Server(lambda worker, card=card: VirtualDevice(worker, card.step, card.launching), KV_TOKENS[shape])
         for streams in options.streams:
             found = server.closed_loop(streams, 4 * streams)
-            print(json.dumps({"shape": shape, "streams": streams, **found, "environment": environment()}), flush=True)
+            print(json.dumps({"shape": shape, "cards": options.cards, "streams": streams, **found,
+                              "environment": environment()}), flush=True)
     for shape in options.shape if not (options.step_ms or options.streams) else []:
-        card, measured = Card(shape), json.loads((RESULTS / "gpu_workloads.json").read_text())["shapes"][shape]["workloads"]
+        card = Card(shape, options.cards)
+        measured = json.loads((RESULTS / "gpu_workloads.json").read_text())["shapes"][shape]["workloads"]
         for name, asks in workloads(shape):
             for rows in options.rows:
                 for tokens in options.tokens if name in options.workload or "all" in options.workload else []:
                     found = measure(asks, lambda worker, card=card: VirtualDevice(worker, card.step, card.launching),
                                     rows, tokens, KV_TOKENS[shape])
                     print(json.dumps({
-                        "shape": shape, "workload": name, "given": options.given, "rows": rows, "tokens": tokens, **found,
+                        "shape": shape, "cards": options.cards, "workload": name, "given": options.given, "rows": rows,
+                        "tokens": tokens, **found,
                         "measured": measured[name]["seconds"], "target": TARGET[shape][name], "peer": PEER[shape][name],
                         "environment": environment()}), flush=True)
 

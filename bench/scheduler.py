@@ -16,12 +16,10 @@ import numpy as np
 
 from penstock.cache.manager import Cache
 from penstock.cli.bench.environment import environment
-from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan, StepResult
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.scheduler import Scheduler
 

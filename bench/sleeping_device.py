@@ -1,7 +1,7 @@
 """A server whose device sleeps for as long as an H200 would need for each step (`predict.py::Card`): all else, from sockets to
 block tables, is real. It shows on any machine what a server adds to its steps; tokens mean nothing.
 
-usage: python bench/sleeping_device.py [--shape llama8b] [--port 8000]
+usage: python bench/sleeping_device.py [--shape llama8b] [--cards 2] [--port 8000]
        penstock bench serve --url http://127.0.0.1:8000 --random-input-len 512 --random-output-len 128 --max-concurrency 256
 """
 
@@ -53,7 +53,7 @@ class SleepingEngine(NoEngine):
     def __init__(self, options: EngineOptions, progress: Any = None) -> None:
         shape = Path(options.model).name
         super().__init__(1024, 8192, 16_384, KV_TOKENS[shape], Times(), STEP_TARGET_MS / 1e3)
-        self.executor = Direct(SleepingDevice(self.rank.worker, Card(shape)))
+        self.executor = Direct(SleepingDevice(self.rank.worker, Card(shape, options.tensor_parallel_size)))
         self.info = structs.replace(self.info, model=options.model)
 
     def close(self) -> None:
@@ -63,12 +63,14 @@ class SleepingEngine(NoEngine):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama8b", choices=list(SHAPES))
+    parser.add_argument("--cards", type=int, default=1, help="ranks that divide each layer; none is started")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     with tempfile.TemporaryDirectory() as folder:
         model = write(SHAPES[options.shape], Path(folder) / options.shape)
-        wanted = Wanted([options.shape], EngineOptions(model=str(model), skip_tokenizer_init=True))
+        wanted = Wanted([options.shape], EngineOptions(
+            model=str(model), skip_tokenizer_init=True, tensor_parallel_size=options.cards))
         run_server([wanted], ServerOptions(port=options.port), engine="sleeping_device:SleepingEngine")
 
 

@@ -29,10 +29,9 @@ import torch
 
 from penstock.cli.bench.environment import environment
 from penstock.config.schema import EngineOptions
-from penstock.core.plan import StepPlan
+from penstock.core.plan import Load, PageName, Piece, Save, StepPlan
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
-from penstock.core.transfer import Load, PageName, Piece, Save
 from penstock.engine.engine import Engine
 from shapes import SHAPES, write
 

@@ -7,6 +7,7 @@ Without pytest-xdist, or with `-n 0`, the order is the same, and the processes t
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -59,6 +60,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: folders.get(item.path.relative_to(here).parts[0], len(LONG)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without garbage collections, which would go again and again through what stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded now stays out of garbage collections: a full one, with which every `LLM.generate` ends, would go through
+    all objects of all modules and tests each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Callable[..., Any]]:
     """Makes (model, flags) a running server (tests/system/served.py), the same one whenever a file of this process asks again:
@@ -71,7 +89,7 @@ def shared() -> Iterator[Callable[..., Any]]:
     def server(model: Path | str, *flags: str) -> Served:
         asked = (str(model), *flags)
         if asked not in found:
-            found[asked] = Served(model, *flags)
+            found[asked] = Served(model, *flags, fresh=True)
         return found[asked]
 
     try:

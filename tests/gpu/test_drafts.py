@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, SamplingParams, canary
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.scheduler.drafting import DraftPolicy
 
 ASSETS = Path(__file__).parents[1] / "assets"

@@ -287,7 +287,7 @@ def resident(server: Served) -> tuple[int, int]:
 
 
 def main() -> int:
-    with served("canary", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "32M", "--grpc-port", "0") as server:
+    with served("canary", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "32M", "--grpc-port", "0", fresh=True) as server:
         grpc_address = re.findall(r"gRPC at ([0-9.]+:[0-9]+)", server.log)[0]
         document = server.http.get("/openapi.json").json()
         client = Behaved(server)

@@ -64,7 +64,7 @@ def start(root: Path, temporary: Path) -> tuple[Served, float, float]:
     began = time.monotonic()
     server = Served("canary", "--cache-disk", str(root), "--cache-disk-adopt", "--cache-host-bytes", "16M",
                     "--kv-cache-memory-bytes", "16M", "--stall-timeout", str(STALL), "--shutdown-timeout", "3",
-                    environment={"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"})
+                    environment={"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}, fresh=True)
     seconds = time.monotonic() - began
     return server, seconds, sum(map(computed, (server.process.pid, *descendants(server.process.pid))))
 

@@ -16,8 +16,7 @@ from penstock.core.errors import ConfigError
 from penstock.server.connections import Connections
 from penstock.server.openai.form import error_body
 from tests.data import MODELS, need
-from tests.system.fakes import NAME as FAKE
-from tests.system.fakes import SLOW
+from tests.system.fakes import NAME as FAKE, SLOW
 from tests.system.served import Served, served
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -27,7 +26,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/j
 def server() -> Iterator[Served]:
     with served(need(MODELS / "stories260k"), "--max-connections", "12", "--header-timeout", "1", "--body-timeout", "1.5",
                 "--idle-timeout", "2.5", "--write-timeout", "1", "--max-header-bytes", "4096", "--max-header-count", "20",
-                engine=FAKE) as server:
+                engine=FAKE, fresh=True) as server:
         yield server
         assert "Traceback" not in server.log
         assert server.process.poll() is None

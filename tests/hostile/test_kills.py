@@ -39,7 +39,8 @@ def test_one_of_each(tmp_path: Path, temporary: Path, kind: str) -> None:
 def test_a_looping_template_does_not_outlive_the_server(how: str) -> None:
     """The model's own template loops: requests wait for its deadline, /health answers, signals work, nothing is left."""
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with served("canary", "--chat-template", loop, "--template-timeout", "60", "--shutdown-timeout", "1") as server:
+    with served("canary", "--chat-template", loop, "--template-timeout", "60", "--shutdown-timeout", "1",
+                fresh=True) as server:
         body = {"messages": [{"role": "user", "content": "a"}]}
         waiting = [threading.Thread(target=give_up, args=(server.url, body), daemon=True) for _ in range(4)]
         for thread in waiting:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from penstock import canary
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.engine import tiers
 from penstock.engine.engine import Engine
 from penstock.stores import Entry, Store

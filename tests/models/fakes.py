@@ -17,9 +17,7 @@ import torch.nn.functional as F
 
 from penstock.core.state import Field, Snapshot, StateSpec
 from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.build import Build
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.parameter import Parameter, Piece
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import StateView, Step, Works
 from penstock.models import parts, rules

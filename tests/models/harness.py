@@ -112,3 +112,16 @@ class Runner:
             if i + 1 < count:
                 last = self.step([(row, [token])])[-1]
         return logits, ids, logprobs
+
+    def together(self, asked: Sequence[tuple[Sequence[int], int]]) -> list[tuple[list[int], list[float]]]:
+        """For each row's prompt and count, the tokens that greedily follow and their log probabilities; rows share steps."""
+        last = {row: self.prompt(row, prompt)[-1] for row, (prompt, _) in enumerate(asked)}
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in asked]
+        while last:
+            for row, logits in last.items():
+                token = int(logits.argmax())
+                found[row][0].append(token)
+                found[row][1].append(float(logits.log_softmax(-1)[token]))
+            rows = [row for row in last if len(found[row][0]) < asked[row][1]]
+            last = dict(zip(rows, self.step([(row, found[row][0][-1:]) for row in rows]), strict=True)) if rows else {}
+        return found

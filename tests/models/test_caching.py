@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from penstock.config.resolve import cache_asked
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, ModelError
-from penstock.core.layout import lay_out
+from penstock.core.state import lay_out
 from penstock.layers.spec import ModelSpec
-from penstock.models import configured as config_of
-from penstock.models import describe
+from penstock.models import configured as config_of, describe
 from penstock.ops.codec import CODECS
 from penstock.worker.arena import Arena
 from tests.models.fakes import configured

@@ -209,6 +209,7 @@ def test_refusals(changes: dict[str, Any], words: list[str]) -> None:
     ("Qwen2.5-0.5B", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
     ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ("Qwen2.5-0.5B", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+    ("GLM-4.7-Flash", {"scoring_func": "softmax"}, "scoring_func.*sigmoid"),
 ])
 def test_variants_that_would_compute_something_else_are_refused(name: str, changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError, match=word):

@@ -26,6 +26,7 @@ from penstock.ops import coded_cpu
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
 from penstock.quant.dialects import reader
+from penstock.quant.scheme import Factored
 
 ASSETS = Path(__file__).parent.parent / "assets" / "quantized"
 FOLDERS = sorted(path.name for path in ASSETS.iterdir())
@@ -85,6 +86,39 @@ def test_greedy_tokens_are_transformers(name: str) -> None:
                          "lc-fp8-dynamic", "lc-w4a16-zeros", "quark-fp8-channel", "quark-int8"), 4)
     count = (few | {"lc-fp8-kv": 3, "quark-fp8": 3}).get(name, len(expected["greedy"]))
     assert greedy(ASSETS / name, expected["prompt"], count) == expected["greedy"][:count]
+
+
+CANARY = ASSETS.parent / "quantized-canary"
+
+
+def canary(name: str, count: int, **options: Any) -> list[list[int]]:
+    """Answers to the first prompts of gguf-canary-256."""
+    asked = json.loads((CANARY.parent / "gguf-canary-256" / "expected.json").read_text())["asked"][:count]
+    wanted = SamplingParams(temperature=0, max_tokens=48, stop_token_ids=[2], include_stop_str_in_output=True)
+    with LLM(str(CANARY / name), skip_tokenizer_init=True, max_model_len=2048, device="cpu", dtype="float32",
+             kernels=EXACT, **options) as llm:
+        answers = llm.generate([{"prompt_token_ids": one["prompt"]} for one in asked], wanted, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in answers]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CANARY.iterdir() if path.is_dir()))
+def test_canary_as_packages_quantize_it(name: str) -> None:
+    """canary-256 (tests/assets/make_canary_quantized.py): matrices are the package's to the bit, and the answers to two prompts
+    of each short skill those of transformers with these matrices."""
+    expected = json.loads((CANARY / name / "expected.json").read_text())
+    [kind] = {kind for kind, _ in expected["matrices"].values()}
+    found = matrices(CANARY / name, getattr(torch, kind))
+    if name == "auto-round":
+        found = {at: matrix + 0.0 for at, matrix in found.items()}
+    digests = {at: [kind, hashlib.sha256(matrix.view(torch.uint8).numpy()).hexdigest()] for at, matrix in found.items()}
+    assert digests == expected["matrices"] and len(digests) == 35
+    answers = canary(name, 28)
+    assert answers == expected["answers"] and len(answers) == 28
+
+
+def test_factors_are_cut_with_columns() -> None:
+    expected = json.loads((CANARY / "modelopt-awq" / "expected.json").read_text())["answers"]
+    assert canary("modelopt-awq", 6, tensor_parallel_size=2) == expected[:6]
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
@@ -147,11 +181,12 @@ def fp8(scale: str, per: str, given: dict[str, torch.Tensor] | None = None, powe
     def write(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
         n, k = shape
         codes = torch.from_numpy(random.standard_normal(shape)).mul(20).to(torch.float8_e4m3fn)
-        sizes = {"tensor": (), "row": (n, 1), "block": (-(-n // 128), k // 128)}[per]
+        sizes = {"tensor": (), "row": (n, 1)}.get(per, (-(-n // 128), k // 128))
         scales = torch.from_numpy(random.uniform(1e-3, 3e-3, sizes).astype(np.float32)) if sizes else torch.tensor(2e-3)
         if powers:
             scales = torch.exp2(torch.floor(torch.log2(scales)))
-        spread = scales.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1) if per == "block" else scales
+        spread = scales.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1) if "block" in per else scales
+        scales = scales[:, None, :, None] if per == "wide blocks" else scales
         scales = scales.to(torch.float8_e8m0fnu) if powers else scales
         return {"weight": codes, scale: scales, **(given or {})}, (codes.float() * spread).numpy()
     return write
@@ -202,6 +237,16 @@ def packed_fp4(name: str, shape: tuple[int, int], random: np.random.Generator) -
     return {"weight_packed": tensors["weight"], "weight_scale": tensors["weight_scale"]}, matrix
 
 
+def packed_int4(_name: str, shape: tuple[int, int], random: np.random.Generator) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """compressed-tensors: eight codes, 8 more than what they stand for, in a word, the first in the lowest bits."""
+    n, k = shape
+    codes, scales = random.integers(0, 16, shape), random.uniform(0.01, 0.03, (n, k // 64)).astype(np.float16)
+    words = sum(codes[:, i::8].astype(np.uint32) << (4 * i) for i in range(8))
+    packed = torch.from_numpy(np.asarray(words, np.uint32).view(np.int32))
+    return {"weight_packed": packed, "weight_scale": torch.from_numpy(scales), "weight_shape": torch.tensor(shape)}, (
+        (codes - 8) * scales.repeat(64, 1).astype(np.float32)).astype(np.float32)
+
+
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True, **weights}, "format": kind}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -235,6 +280,14 @@ FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
                      gptq(8, -1, True, False, False)),
     "auto-round": ({"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False, "block_name_to_quantize":
                     "model.layers", "packing_format": "auto_round:auto_gptq"}, gptq(4, 64, True, False, False)),
+    "auto-round-v2": ({"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False,
+                       "packing_format": "auto_round:gptqmodel"}, gptq(4, 64, False, False, False)),
+    "auto-round-older": ({"quant_method": "intel/auto-round", "bits": 4, "group_size": 64, "sym": False,
+                          "backend": "auto_round:exllamav2"}, gptq(4, 64, False, False, False)),
+    "gptq-of-the-other-version": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True},
+                                  gptq(4, 64, False, False, True)),
+    "gptq-v2-by-format": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "format": "gptq_v2"},
+                          gptq(4, 64, False, False, False)),
     "auto-round-awq": ({"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False,
                         "packing_format": "auto_round:auto_awq"}, awq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
@@ -258,12 +311,13 @@ FORMULAS: dict[str, tuple[dict[str, Any], Writer]] = {
                    int8("weight_scale")),
     "compressed-int8-groups": (compressed("int-quantized", num_bits=8, type="int", strategy="group", group_size=64),
                                int8("weight_scale", 64)),
+    "compressed-int4": (compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64), packed_int4),
     "compressed-mxfp4": (compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
                          packed_fp4),
     "compressed-mxfp8": (compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32), mxfp8),
     "modelopt-mxfp8": ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}, mxfp8),
     "modelopt-fp8-blocks": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "ignore": ["lm_head"]},
-                            fp8("weight_scale", "block")),
+                            fp8("weight_scale", "wide blocks")),
     "modelopt-fp8-rows": ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
                           fp8("weight_scale", "row")),
     "quark-mxfp4": ({"quant_method": "quark", "global_quant_config": {"weight": QUARK_FP4}}, fp4("weight_scale", 32)),
@@ -345,6 +399,17 @@ def test_info_shows_schemes_and_kernels(tmp_path: Path) -> None:
     assert schemes["int4g64"]["bytes"] == sum(n * (k // 2 + k // 64 * 3) for n, k in NAMES.values())
 
 
+def test_factors_of_inputs_leave_a_kernel_its_work() -> None:
+    """modelopt's AWQ: `o_proj` and `down_proj` are served by the kernel of the others, for inputs that are multiplied first."""
+    found = survey(EngineOptions(model=str(CANARY / "modelopt-awq"), device="cpu", max_model_len=128, skip_tokenizer_init=True))
+    [scheme] = [one for one in found["weights"] if one["scheme"] == "int4g128"]
+    assert scheme["kernels"] and "decoded in tiles" not in scheme["kernels"] and scheme["matrices"] == 20
+    config = read_config(CANARY / "modelopt-awq")
+    stored = {parameter.name: parameter.scheme for parameter in describe(config).parameters()}
+    factored = [name for name, scheme in stored.items() if isinstance(scheme, Factored)]
+    assert len(factored) == 10 and all(name.endswith(("attention.o.weight", "mlp.down.weight")) for name in factored)
+
+
 def test_mixed_schemes_in_one_projection(tmp_path: Path) -> None:
     """q is plain and k and v are quantized: each has its own kernel."""
     given, write = FORMULAS["gptq-4"]
@@ -381,6 +446,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ({"quant_method": "gptq", "bits": 5}, "bits is 5; possible are 2, 3, 4, 8"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; possible are 'gemm'"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; possible are 'FP8'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4_SVD"}, "quant_algo is 'NVFP4_SVD'; possible are 'FP8'"),
+    ({"quant_method": "quark", "export": {"pack_method": "tiles"}, "global_quant_config": {"weight": {
+        "dtype": "uint4", "qscheme": "per_group", "group_size": 64}}}, "pack_method is 'tiles'; possible are 'reorder'"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format is 'marlin-24'; possible are 'dense'"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type is 'af4'"),
     ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "activation_scheme is 'sometimes'; possible are 'dynamic'"),
@@ -403,3 +471,49 @@ def test_zeros_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     written(tmp_path, {**given, "sym": True}, write)
     with pytest.raises(ModelError, match=r"model\.layers\..*: quantization_config: sym is true, but zeros differ"):
         greedy(tmp_path, [5], 1)
+    given, write = FORMULAS["awq"]
+    written(tmp_path, {**given, "zero_point": False}, write)
+    with pytest.raises(ModelError, match=r"model\.layers\..*: quantization_config: codes are symmetric, but zeros differ"):
+        greedy(tmp_path, [5], 1)
+
+
+@pytest.mark.parametrize(("name", "suffix", "tensor", "said"), [
+    ("quark-int8", "weight_zero_point", torch.ones(128, dtype=torch.int8), "weight_zero_point differs from 0"),
+    ("quark-int8", "input_zero_point", torch.tensor(3, dtype=torch.int8), "input_zero_point differs from 0"),
+    ("bitsandbytes-int8", "weight_format", torch.tensor(2, dtype=torch.uint8), "weight_format is 2; possible is 0"),
+    ("compressed-int4", "weight_g_idx", torch.zeros(128, dtype=torch.int32), "actorder is not 'group'")])
+def test_what_a_scheme_leaves_out_must_not_matter(name: str, suffix: str, tensor: torch.Tensor, said: str,
+                                                  tmp_path: Path) -> None:
+    """Tensors that change what others mean are refused unless they say what the config says."""
+    written(tmp_path, *FORMULAS[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    at = "model.layers.1.self_attn.o_proj"
+    save_file({**tensors, f"{at}.{suffix}": torch.zeros_like(tensor)}, tmp_path / "model.safetensors")
+    if suffix != "weight_g_idx":
+        greedy(tmp_path, [5], 1)
+    save_file({**tensors, f"{at}.{suffix}": tensor}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{at}: .*{said}"):
+        greedy(tmp_path, [5], 1)
+
+
+def test_names_of_a_language_model_beside_towers(tmp_path: Path) -> None:
+    """Modules that stay plain are named as in the whole model; tensors too, with the prefix before or after model."""
+    given, write = FORMULAS["gptq-4"]
+    expected = written(tmp_path, given, write)
+    whole, at = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.down_proj"
+    mixed = {name: tensor for name, tensor in whole.items() if not name.startswith(at)}
+    mixed[f"{at}.weight"] = torch.from_numpy(expected[f"{at}.weight"]).contiguous()
+
+    def tokens(prefix: str, tensors: dict[str, torch.Tensor], patterns: list[str]) -> list[int]:
+        (tmp_path / "config.json").write_text(json.dumps({
+            "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+            "text_config": {**LLAMA, "model_type": "mistral"},
+            "quantization_config": {**given, "dynamic": {pattern: {} for pattern in patterns}}}))
+        save_file({name.replace("model.", prefix, 1) if name.startswith("model.") else f"language_model.{name}": tensor
+                   for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        return greedy(tmp_path, [5, 9, 2, 80], 12)
+
+    wanted = tokens("model.", whole, [])
+    for prefix in ("language_model.model.", "model.language_model."):
+        for pattern in (f"-:{prefix}layers.1.mlp.down_proj", "-:" + prefix.replace(".", r"\.") + r"layers\.1\.mlp\.down.*"):
+            assert tokens(prefix, mixed, [pattern]) == wanted

@@ -17,7 +17,7 @@ import transformers
 
 from penstock import LLM
 from penstock.core.errors import ModelError, RequestError
-from penstock.layers import attention
+from penstock.ops import attention
 from tests.system.served import served
 
 SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -67,7 +67,7 @@ def test_hidden_states_are_transformers(kind: str, tmp_path: Path) -> None:
         with torch.inference_mode():
             states = model(torch.tensor([longest])).last_hidden_state[0].numpy()
         np.testing.assert_allclose(llm.encode([longest], False)[0].outputs.data, states, atol=2e-5)
-        with pytest.raises(RequestError, match="at most 80"):
+        with pytest.raises(RequestError, match=r"at most 80 .*--max-num-batched-tokens"):
             llm.encode([list(range(81))], False)
 
 
@@ -128,6 +128,15 @@ def test_embeddings_over_http_are_of_the_mean(kind: str, tmp_path: Path) -> None
         for one, state in zip(found["data"], states, strict=True):
             np.testing.assert_allclose(one["embedding"], state / np.linalg.norm(state), atol=1e-5)
         assert found["usage"]["prompt_tokens"] == sum(len(words(text)["input_ids"]) for text in TEXTS)
+        # As transformers cuts: within the tokens that the tokenizer puts around a text.
+        for side in ("right", "left"):
+            words.truncation_side = side
+            given = words(TEXTS[0], truncation=True, max_length=5)["input_ids"]
+            more = {} if side == "right" else {"truncation_side": side}
+            asked = ({"input": TEXTS[0], "truncate_prompt_tokens": 5, **more}, {"input": given})
+            cut, short = (server.post("/v1/embeddings", **one).json()["data"][0]["embedding"] for one in asked)
+            assert len(given) == 5
+            np.testing.assert_allclose(cut, short, atol=1e-6)
         asked = server.post("/v1/completions", prompt="the sea")
         assert asked.status_code == 400 and "cannot generate" in asked.text
 
@@ -223,7 +232,7 @@ def test_jina_2_is_its_formula(tmp_path: Path) -> None:
 def test_distances_are_masked_in_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A long text's scores have addends for some queries at a time."""
     saved("modernbert", transformers.AutoModel, tmp_path)
-    with LLM(str(tmp_path), **OPTIONS) as llm:
+    with LLM(str(tmp_path), **OPTIONS, kernels={"attention": "reference"}) as llm:
         whole = [one.outputs.data for one in llm.encode(PROMPTS, False)]
         monkeypatch.setattr(attention, "_MASKED", 16)
         for one, wanted in zip(llm.encode(PROMPTS, False), whole, strict=True):

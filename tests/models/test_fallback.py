@@ -19,7 +19,7 @@ from penstock.models import describe
 from tests.models.families import CASES, PROMPT, make, randomise
 from tests.models.foreign import beside_towers
 from tests.models.harness import Runner, open_model
-from tests.models.test_families import greedy
+from tests.models.test_families import chosen
 
 
 def forget(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
@@ -70,15 +70,34 @@ def test_families_that_only_transformers_knows(kind: str, more: dict[str, Any], 
     randomise(model)
     model.save_pretrained(tmp_path)
     prompt = torch.randint(3, 199, (60,), generator=torch.Generator().manual_seed(5)).tolist()
-    expected, ids = greedy(model, prompt, 10)
     weights, values = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     published = beside_towers(weights, values, architecture=f"{kind}ForConditionalGeneration", model_type=kind.lower())
     for stored in ((weights, values), published):
         save_file({name: tensor.contiguous() for name, tensor in stored[0].items()}, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps(stored[1]))
         logits, found, _ = Runner(open_model(tmp_path)).greedy(prompt, 10)
+        expected, ids = chosen(model, prompt, found)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-        assert found == ids
+        assert len(found) == 10 and found == ids
+
+
+def test_layers_with_states_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Falcon-H1 has attention in every layer, so that all calls are seen, and a recurrence beside each."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.FalconH1Config(
+        vocab_size=199, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0, mamba_d_ssm=32, mamba_n_heads=4,
+        mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
+    torch.manual_seed(0)
+    model = transformers.FalconH1ForCausalLM(config).float().eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"do not run here as they are.*time_step_limit"):
+        open_model(tmp_path)  # as transformers itself wrote and cannot read it
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "time_step_limit": [0.0, 9.0]}))
+    with pytest.raises(ModelError, match="FalconH1ForCausalLM keep other states than keys and values"):
+        open_model(tmp_path)
 
 
 def test_through_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

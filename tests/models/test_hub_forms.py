@@ -81,6 +81,16 @@ READ: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         "num_bits": 8, "strategy": "block", "block_structure": [128, 128], "type": "float"},
         {"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True, "type": "float"},
         ignore=["lm_head", "re:.*mlp.gate$"]), {Q: "fp8_block", GATE: None, EXPERT: "fp8_block"}),
+    "RedHatAI/Mistral-Small-3.2-24B-Instruct-2506-FP8": (ct("float-quantized", {
+        "num_bits": 8, "strategy": "channel", "type": "float"}, FP8_TOKEN, ignore=[
+            "language_model.lm_head", "re:vision_tower.*", "re:multi_modal_projector.*",
+            r"re:model\.language_model\.layers\.0\.mlp\..*"]), {Q: "fp8", DOWN: None, HEAD: None}),
+    "moonshotai/Kimi-K2.5": (ct("pack-quantized", {
+        "num_bits": 4, "strategy": "group", "group_size": 32, "type": "int"}, ignore=[
+            "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*language_model.*mlp\\.(gate|up|down)_proj.*",
+            "re:.*vision_tower.*"]), {Q: None, EXPERT: "int4g32"}),
+    "with columns in an order": (ct("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 128, "type": "int",
+                                                       "actorder": "dynamic"}), {Q: "int4g128"}),
     "RedHatAI/Qwen3-8B-quantized.w4a16": (ct("pack-quantized", {
         "num_bits": 4, "strategy": "group", "group_size": 128, "type": "int", "actorder": "weight"}), {Q: "int4g128",
                                                                                                        HEAD: None}),
@@ -109,11 +119,16 @@ READ: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         "sym": True}, {Q: "int4g32"}),
     "Qwen/Qwen2.5-7B-Instruct-AWQ": ({"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq",
                                       "version": "gemm", "zero_point": True}, {Q: "int4g128", HEAD: None}),
+    "one that leaves layers out": ({"bits": 4, "group_size": 128, "modules_to_not_convert": ["model.layers.0."], "quant_method":
+                                    "awq", "version": "gemm", "zero_point": True}, {Q: None, EXPERT: "int4g128"}),
     "QuixiAI/DeepSeek-R1-AWQ": ({"bits": 4, "group_size": 64, "modules_to_not_convert": ["self_attn.kv_a_proj_with_mqa"],
                                  "quant_method": "awq", "version": "gemm", "zero_point": True, "backend": "autoawq", "do_fuse":
                                  False, "exllama_config": None, "fuse_max_seq_len": None}, {EXPERT: "int4g64", GATE: None}),
     "unsloth/Llama-3.2-3B-Instruct-unsloth-bnb-4bit": ({**BNB, "llm_int8_skip_modules": [
         "lm_head", "multi_modal_projector", "model.layers.0.mlp"]}, {Q: "nf4", DOWN: None, HEAD: None}),
+    "unsloth/gemma-3-4b-it-unsloth-bnb-4bit": ({**BNB, "llm_int8_skip_modules": [
+        "lm_head", "multi_modal_projector", "vision_tower", "language_model.model.layers.0.mlp"]},
+        {Q: "nf4", DOWN: None, HEAD: None}),
     "unsloth/llama-3-8b-bnb-4bit": ({**BNB, "llm_int8_skip_modules": None}, {Q: "nf4", DOWN: "nf4", HEAD: None}),
     "a model by load_in_8bit": ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, {Q: "int8", HEAD: None}),
     "nvidia/Llama-3.1-8B-Instruct-FP8": ({"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.15.1"},
@@ -127,6 +142,11 @@ READ: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
             "dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}}}, "ignore": ["lm_head",
                                                                                               "model.layers.*.mlp.gate"],
         "producer": {"name": "modelopt", "version": "0.33.0"}}, {Q: "nvfp4", EXPERT: "nvfp4", GATE: None, HEAD: None}),
+    "4-bit integers by modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "ignore": ["lm_head"]},
+                                   {Q: "int4g128", DOWN: "int4g128", HEAD: None}),
+    "NVFP4 with AWQ's factors": ({"quant_method": "modelopt", "quantization": {
+        "quant_algo": "NVFP4_AWQ", "group_size": 16, "pre_quant_scale": True, "exclude_modules": ["lm_head"]}},
+        {Q: "nvfp4", DOWN: "nvfp4", HEAD: None}),
     "a mixed one by modelopt": ({"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION",
                                                                               "quantized_layers": {
         Q: {"quant_algo": "FP8"}, DOWN: {"quant_algo": "NVFP4", "group_size": 16}, EXPERT: {"quant_algo": "mxfp8"}}}},
@@ -138,6 +158,10 @@ READ: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         "global_quant_config": QUARK8_LAYER, "layer_quant_config": {"*k_proj": {**QUARK8_LAYER, "output_tensors": QUARK8}},
         "layer_type_quant_config": {}, "quant_mode": "eager_mode", "softmax_quant_spec": None},
         {Q: "fp8", "model.layers.0.self_attn.k_proj": "fp8", HEAD: None}),
+    "amd's int4": ({"quant_method": "quark", "exclude": ["lm_head"], "export": {"pack_method": "order"},
+                    "global_quant_config": {
+        "weight": {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}, "input_tensors": None}},
+        {Q: "int4g32", HEAD: None}),
     "amd/DeepSeek-R1-0528-MXFP4": ({"quant_method": "quark", "exclude": ["lm_head", "re:.*self_attn.*"],
                                     "layer_quant_config": {},
                                     "global_quant_config": {"weight": {**QUARK4, "is_dynamic": False},
@@ -147,6 +171,11 @@ READ: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         DOWN: {"bits": 16, "data_type": "float"}}}, {Q: "int4g128", DOWN: None, HEAD: None}),
     "Intel/Mistral-7B-Instruct-v0.2-int4-inc": ({**AUTO, "quant_method": "intel/auto-round", "backend": "auto_round:exllamav2"},
                                                 {Q: "int4g128"}),
+    "one by AutoRound with zeros": ({**AUTO, "sym": False, "group_size": 64, "packing_format": "auto_round",
+                                     "to_quant_block_names": "model.layers"}, {Q: "int4g64", HEAD: None}),
+    "OPEA/Qwen2-VL-7B-Instruct-int4-sym-inc": ({**AUTO, "block_name_to_quantize": None, "to_quant_block_names":
+                                                "model.language_model.layers", "packing_format": "auto_round:auto_gptq"},
+                                               {Q: "int4g128", "model.visual.blocks.3.attn.qkv": None, HEAD: None}),
     "an older one by AutoRound": ({**AUTO, "sym": False, "backend": "auto_round:awq"}, {Q: "int4g128"}),
     "pytorch/Qwen3-8B-FP8": ({**TORCHAO, "quant_type": {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig",
                                                                     "_version": 2, "_data": {"granularity": [
@@ -178,8 +207,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "casperhansen/llama-3-8b-instruct-awq-gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv_fast"},
                                                   "version is 'gemv_fast'"),
     "nvidia's W4A8": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; possible are 'FP8'"),
-    "amd's int4": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "uint4", "qscheme": "per_group"}}},
-                   "dtype is 'uint4'; possible are 'fp8_e4m3'"),
+    "amd's int3": ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int3", "qscheme": "per_group"}}},
+                   "dtype is 'int3'; possible are 'fp8_e4m3'"),
+    "amd's rotated inputs": ({"quant_method": "quark", "algo_config": [{"name": "rotation", "r1": True, "r4": True}],
+                              "global_quant_config": {"weight": QUARK4}}, "algo_config rotates inputs while the model runs"),
     "AutoRound's MXFP4": ({**AUTO, "data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}, "packing_format is"),
     "pytorch/Qwen3-8B-INT4": ({**TORCHAO, "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {
         "group_size": 128, "int4_packing_format": {"_data": "TILE_PACKED_TO_4D", "_type": "Int4PackingFormat"}}}}},

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.layers.latent import LatentAttention, SparseLatentAttention, SparseLatentAttentionSpec, hadamard
-from penstock.layers.norm import RMSNormSpec
+from penstock.layers.block import RMSNormSpec
+from penstock.layers.latent import Held, LatentAttention, SparseLatentAttention, SparseLatentAttentionSpec, hadamard
 from penstock.layers.rope import RopeSpec
 from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
 from tests.models.families import CASES, PROMPT, make
@@ -31,9 +31,9 @@ def test_both_forms_say_the_same(name: str, tmp_path: Path, monkeypatch: pytest.
     expanded: list[int] = []
     expand = LatentAttention._expand
 
-    def counted(self: LatentAttention, q: torch.Tensor, span: Span, *rest: torch.Tensor) -> None:
-        expanded.append(span.count)
-        expand(self, q, span, *rest)
+    def counted(self: LatentAttention, q: torch.Tensor, held: Held, *rest: torch.Tensor) -> None:
+        expanded.append(held[0].count)
+        expand(self, q, held, *rest)
 
     monkeypatch.setattr(LatentAttention, "_expand", counted)
     monkeypatch.setattr(AttentionOps, "library_spans", spans)

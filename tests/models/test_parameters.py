@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from penstock.layers.attention import AttentionSpec
-from penstock.layers.build import Build, Values
-from penstock.layers.linear import Linear
+from penstock.layers.build import Build, Linear, Parameter, Piece, Split, Values
 from penstock.layers.mlp import MLP, MLPSpec
-from penstock.layers.parameter import Parameter, Piece, Split
 from penstock.layers.step import BASE, Base
 from penstock.quant.scheme import PLAIN, pack
 from tests.models import fakes

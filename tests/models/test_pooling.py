@@ -184,6 +184,17 @@ def test_a_bare_backbone_with_sentence_transformers_modules(tmp_path: Path, llm:
             np.testing.assert_allclose(found.outputs.embedding, vector, atol=1e-5)
         with pytest.raises(RequestError, match="cannot generate"):
             embedder.generate("A", use_tqdm=False)
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 3, "do_lower_case": False}))
+    with LLM(str(folder), **SMALL) as embedder:
+        with pytest.raises(RequestError, match=r"at most 3 are possible \(the max_seq_length"):
+            embedder.embed([ids[0][:4]], False)
+        cut, short = (embedder.embed([given], False, truncate_prompt_tokens=-1)[0].outputs.embedding
+                      for given in (ids[0][:4], ids[0][:3]))
+        np.testing.assert_allclose(cut, short, atol=1e-6)
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": "many"}))
+    with pytest.raises(ModelError, match="max_seq_length is 'many'"):
+        LLM(str(folder), **SMALL)
+    (folder / "sentence_bert_config.json").unlink()
     (folder / "modules.json").write_text(json.dumps([*modules, {"idx": 2, "path": "2_Dense", "type": "models.Dense"}]))
     with LLM(str(folder), **SMALL) as embedder, pytest.raises(RequestError, match="a module of the type Dense"):
         embedder.embed("A", False)

@@ -16,7 +16,7 @@ from penstock.config.schema import EngineOptions
 from penstock.core.errors import ModelError
 from penstock.models import describe
 from penstock.ops import registry
-from penstock.quant.decoding import Decoding
+from penstock.quant.scheme import Decoding
 from tests.models import fakes
 from tests.models.families import PROMPT
 from tests.models.harness import Runner, open_model, reference

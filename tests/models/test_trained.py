@@ -21,8 +21,8 @@ def test_golden(name: str, kernels: str) -> None:
     decoder = open_model(folder, kernels=bound, max_model_len=512)
     cases = json.loads((folder / "greedy_golden.json").read_text())["cases"]
     assert cases
-    for case in cases:
-        runner = Runner(decoder, rows=1, length=512, page=16)
-        _, ids, logprobs = runner.greedy(case["prompt_ids"], len(case["greedy_ids"]))
+    found = Runner(decoder, rows=len(cases), length=512, page=16).together(
+        [(case["prompt_ids"], len(case["greedy_ids"])) for case in cases])
+    for case, (ids, logprobs) in zip(cases, found, strict=True):
         assert ids == case["greedy_ids"], case["prompt"]
         assert torch.tensor(logprobs) == pytest.approx(torch.tensor(case["logprobs"]), abs=1e-3)

@@ -17,8 +17,7 @@ ROWS, PAGE = 4, 8
 
 
 def weights_of(shape: DeltaShape, device: torch.device, dtype: torch.dtype = torch.float32) -> DeltaWeights:
-    channels = 2 * shape.key_size + shape.value_size
-    plain = (random(shape.heads, channels, shape.kernel, seed=1).to(dtype), random(shape.heads, seed=2),
+    plain = (random(shape.key_heads, shape.channels, shape.kernel, seed=1).to(dtype), random(shape.heads, seed=2),
              random(shape.heads, seed=3), 1 + 0.2 * random(shape.value_size, seed=4).to(dtype))
     return DeltaWeights(*(one.to(device) for one in plain))
 
@@ -31,12 +30,12 @@ def looped(x: torch.Tensor, shape: DeltaShape, weights: DeltaWeights) -> torch.T
     for head in range(shape.heads):
         group, place = divmod(head, shared)
         own, after = x[:, group * unit:(group + 1) * unit], x[:, shape.key_heads * unit + group * 2 * shared:]
-        mixed = torch.cat((own[:, :2 * dk], own[:, 2 * dk + place * dv:2 * dk + (place + 1) * dv]), 1)
+        picked = [*range(2 * dk), *range(2 * dk + place * dv, 2 * dk + (place + 1) * dv)]
         z = own[:, 2 * dk + (shared + place) * dv:][:, :dv]
-        seen = F.pad(mixed, (0, 0, shape.kernel - 1, 0))
+        seen = F.pad(own[:, picked], (0, 0, shape.kernel - 1, 0))
         matrix, results = torch.zeros(dk, dv, dtype=torch.float64), []
         for t in range(len(x)):
-            q, k, v = F.silu((seen[t:t + shape.kernel].t() * conv[head]).sum(1)).split((dk, dk, dv))
+            q, k, v = F.silu((seen[t:t + shape.kernel].t() * conv[group, picked]).sum(1)).split((dk, dk, dv))
             q, k = (one / (one.square().sum() + 1e-6).sqrt() for one in (q, k))
             matrix = matrix * torch.exp(-decay[head].exp() * F.softplus(after[t, shared + place] + step[head]))
             matrix = matrix + torch.outer(k, torch.sigmoid(after[t, place]) * (v - matrix.t() @ k))
@@ -60,11 +59,10 @@ class Tape:
         self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(6)).view(ROWS, columns).int().to(device)
         # Nobody has written to the pages: what is read of them shows.
         arena = torch.full((pages, 2, shape.heads, shape.key_size, shape.value_size), float("nan"), device=device)
-        inputs = torch.full((pages, shape.heads, shape.kernel - 1 + most, self.weights.conv.shape[1]), float("nan"),
-                            dtype=dtype, device=device)
-        gates = torch.full((pages, shape.heads, most, 2), float("nan"), device=device)
-        at = torch.full((pages, shape.heads), -99, dtype=torch.int32, device=device)
-        self.state = DeltaState(arena[:, 1], inputs, gates, at, PAGE)
+        inputs = torch.full((pages, shape.key_heads, shape.kernel - 1 + most, shape.kept), float("nan"), dtype=dtype,
+                            device=device)
+        at = torch.full((pages, shape.key_heads), -99, dtype=torch.int32, device=device)
+        self.state = DeltaState(arena[:, 1], inputs, at, PAGE)
         self.computed = [0] * ROWS
 
     def step(self, run: Callable[..., torch.Tensor], segments: Sequence[tuple[int, int, int]], padding: int = 0) -> None:

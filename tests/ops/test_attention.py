@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -98,6 +99,24 @@ def test_cache_of_another_type(implementation: Implementation) -> None:
     found = case.run(attention)
     case.k, case.v = case.k.float(), case.v.float()
     close(found, case.run(reference("attention")), 0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", every("attention"))
+@pytest.mark.parametrize(("window", "sloped"), [(0, False), (5, False), (70, True), (600, False), (0, True)])
+def test_a_query_sees_all_of_its_segment(implementation: Implementation, dtype: torch.dtype, window: int, sloped: bool) -> None:
+    """Of heads that lie between others', in segments shorter and longer than a block and a part, some empty. Alone, a
+    segment's bits are the same."""
+    attention, lengths, scale = usable(implementation, dtype), (16, 1, 0, 65, 130, 0, 1100, 22), 0.2
+    start = torch.tensor([0, *lengths]).cumsum(0).int()
+    qkv = random(int(start[-1]), 10, 20, dtype=dtype, seed=4)
+    slopes = 2.0 ** -torch.arange(1.0, 7) if sloped else None
+    found = attention.whole(*qkv.split((6, 2, 2), 1), start, scale, window, slopes)
+    close(found, reference("attention").whole(*qkv.float().split((6, 2, 2), 1), start, scale, window, slopes), 0.1)
+    for begin, end in pairwise(start.tolist()):
+        numbers = torch.tensor([0, end - begin], dtype=torch.int32)
+        alone = attention.whole(*qkv[begin:end].split((6, 2, 2), 1), numbers, scale, window, slopes)
+        assert torch.equal(alone, found[begin:end])
 
 
 @pytest.mark.parametrize("implementation", every("attention"))

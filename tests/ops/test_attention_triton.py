@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,21 +59,23 @@ def test_attention(attention: TritonAttention, case: Case, dtype: torch.dtype) -
     check(case.run(attention), wanted(case))
 
 
-@pytest.mark.parametrize(("ranks", "sunk", "softcap"), [(2, False, 0.0), (2, True, 30.0), (4, False, 0.0)])
+@pytest.mark.parametrize(("ranks", "how"), [(2, {}), (2, {"sunk": True, "softcap": 30.0}), (4, {}),
+                                            (2, {"heads": 6, "kv": 1, "tail": 16}), (4, {"heads": 72, "kv": 1, "tail": 16})])
 @BOTH
-def test_stripes_of_keys_add_up(attention: TritonAttention, ranks: int, sunk: bool, softcap: float) -> None:
-    """Each rank has a run of every page; some see none of a query's keys. Captured or not, sizes may be padded."""
-    case = built(Case([(900, 1), (33, 1), (64, 5), (5, 1), (16, 1), (700, 40)], sunk=sunk, softcap=softcap), torch.float32)
+def test_stripes_of_keys_add_up(attention: TritonAttention, ranks: int, how: dict[str, Any]) -> None:
+    """Each rank has a run of every page; some see none of a query's keys. Captured or not, sizes may be padded. Keys and values
+    may be latents."""
+    case = built(Case([(900, 1), (33, 1), (64, 5), (5, 1), (16, 1), (700, 40)], **how), torch.float32)
     size, long = 16 // ranks, Span(5, 9, 40, 660)
     tokens, results, sums = len(case.q), [], []
     for rank in range(ranks):
         stripe = Stripe(rank, ranks)
         k, v = (x[:, :, rank * size:(rank + 1) * size] for x in (case.k, case.v))
-        rest = case.table, case.query_start, case.context, case.size ** -0.5, softcap, case.sinks
-        geometry = Geometry(4, 2, 64, size, 0, 4, stripe=stripe)
+        rest = case.table, case.query_start, case.context, case.size ** -0.5, case.softcap, case.sinks
+        geometry = Geometry(case.heads, case.kv, 64, size, 0, 4, tail=case.tail, stripe=stripe)
         counts = np.diff(case.query_start.cpu().numpy())
         array = attention.prepare(geometry, counts, case.context.cpu().numpy(), 6, tokens + 7, [long])
-        q = torch.cat((case.q, torch.full((7, 4, 64), float("nan"), device=DEVICE)))
+        q = torch.cat((case.q, torch.full((7, *case.q.shape[1:]), float("nan"), device=DEVICE)))
         found = attention.striped(q, k, v, *rest, torch.from_numpy(array).to(DEVICE), [long], None, None, stripe)
         exact = reference("attention").striped(case.q, k, v, *rest, None, [long], None, None, stripe)
         assert (found[1][tokens:] == LEAST).all() and not found[0][tokens:].any()

@@ -129,7 +129,7 @@ def test_instruction_sets_agree() -> None:
         one = implementation.values[0]
         if one.name == "cpu-portable":
             continue
-        for scheme in (GGUF("q6_k"), GGUF("q8_0"), Grouped(4, 128)):
+        for scheme in (GGUF("q4_k"), GGUF("q5_k"), GGUF("q6_k"), GGUF("q8_0"), Grouped(4, 128)):
             try:
                 linear = usable(one, torch.float32)
             except pytest.skip.Exception:

@@ -22,7 +22,7 @@ PRELUDE = """
 import json, sys
 from contextlib import contextmanager
 import torch
-from penstock.core.device import DeviceFacts
+from penstock.core.rank import DeviceFacts
 from penstock.ops import compile, registry, rows_triton
 from penstock.ops.gpu import Chip
 

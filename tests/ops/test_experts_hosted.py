@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError, ModelError
+from penstock.core.rank import DeviceFacts
 from penstock.engine.engine import Engine
 from penstock.models import describe
 from penstock.ops import experts_coded, experts_helped, experts_hosted, registry
@@ -22,7 +22,7 @@ from penstock.ops.cpu import STORED, CpuExperts
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_helped import Costs, helper
 from penstock.ops.experts_hosted import HostedStack, Residency, Stages
-from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, launch
+from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, choose_coded, launch
 from penstock.ops.registry import bind, implementations
 from penstock.ops.table import Implementation
 from penstock.quant.fp8 import FP8
@@ -33,8 +33,7 @@ from penstock.quant.scheme import PLAIN
 from penstock.worker import memory
 from penstock.worker.memory import packed_bytes, resident
 from tests.ops.interpreter import DEVICE
-from tests.ops.kernels import DTYPES as EVERY_TYPE
-from tests.ops.kernels import close, usable
+from tests.ops.kernels import DTYPES as EVERY_TYPE, close, usable
 from tests.ops.test_experts import GLUS, Case, inputs, plain
 from tests.ops.test_experts_coded import PLANS as CODED_PLANS
 from tests.ops.test_experts_triton import PLANS
@@ -79,12 +78,13 @@ def test_wherever_experts_are(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("scheme, plan", [
-    (FP8("token"), "one by one"), (FP8("group", (128, 128)), "sorted"), (FP8(), "unsorted"), (Int8("token"), "sorted"),
-    (MXFP4(), "one by one"), (NVFP4(), "unsorted"), (Grouped(4, 128), "one by one"), (Grouped(4, 32, "uint8"), "sorted"),
-    (GGUF("q8_0"), "sorted"), (GGUF("q4_1"), "unsorted")], ids=lambda value: getattr(value, "name", value))
+    (FP8("token"), "one token"), (FP8("token"), "one by one"), (FP8("group", (128, 128)), "sorted"), (FP8(), "unsorted"),
+    (Int8("token"), "sorted"), (MXFP4(), "one by one"), (NVFP4(), "unsorted"), (Grouped(4, 128), "one by one"),
+    (Grouped(4, 32, "uint8"), "sorted"), (GGUF("q8_0"), "sorted"), (GGUF("q4_1"), "unsorted")],
+    ids=lambda value: getattr(value, "name", value))
 def test_codes_wherever_experts_are(scheme: Any, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantized experts give the bits of all on the device, packed at once or in pieces, before and after a promotion."""
-    held = inputs(Case(2, 4, 2, 256, 128), torch.float16)
+    held = inputs(Case(1 if plan == "one token" else 2, 4, 2, 256, 128), torch.float16)
     there = {name: held[name].to(DEVICE) for name in ("x", "picks", "weights")}  # type: ignore[union-attr]
     parts = {name: scheme.encode(held[name].flatten(0, 1).float()) for name in ("up", "down")}  # type: ignore[union-attr]
 
@@ -99,14 +99,16 @@ def test_codes_wherever_experts_are(scheme: Any, plan: str, monkeypatch: pytest.
     assert isinstance(up, HostedStack) and isinstance(down, HostedStack) and up.nbytes < whole[0].nbytes
     residency = Residency(up, down, Stages(), Glu(), None, None, False)
     assert residency.helper is None, "the CPU does not read these codes"
-    wanted = launch(CODED_PLANS[plan], up=whole[0], down=whole[1], glu=Glu(), **there)
+    tiles = CODED_PLANS.get(plan) or choose_coded(1, 2, whole[0], whole[1])
+    assert tiles.down.ahead == (3 if plan == "one token" else 0)
+    wanted = launch(tiles, up=whole[0], down=whole[1], glu=Glu(), **there)
     for popular in (3, 1):
         for stack in (up, down):
             stack.stage.view(torch.uint8).fill_(0x5a)
         assert residency.promote(np.eye(4, dtype=np.int64)[popular] * 9, 1) == 1 and residency.slot[popular] == 0
         left, join = residency.begin(there["x"], there["picks"], there["weights"], whole=False)
         assert left is there["picks"] and join is None
-        assert torch.equal(launch(CODED_PLANS[plan], up=up, down=down, glu=Glu(), **there), wanted)
+        assert torch.equal(launch(tiles, up=up, down=down, glu=Glu(), **there), wanted)
 
 
 def test_codes_that_share_panels_are_refused() -> None:

@@ -9,7 +9,7 @@ from penstock.ops.table import Implementation
 from tests.ops.kernels import DTYPES, close, every, random, usable
 
 SHAPES = [(1, 1, 1), (1, 33, 17), (2, 31, 64), (3, 64, 65), (5, 100, 7), (7, 96, 300), (12, 32, 128), (13, 129, 515),
-          (17, 40, 1024), (25, 65, 33), (64, 70, 130), (70, 200, 259), (300, 288, 128)]
+          (17, 40, 1024), (25, 65, 33), (64, 70, 130), (70, 200, 259), (300, 288, 128), (530, 65, 300)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -53,7 +53,7 @@ def test_a_type_that_is_not_served_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_no_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = ["attention", "build_step", "cache_write", "experts", "latent_write", "lora", "rope_write"]
+    plain = ["attention", "build_step", "cache_write", "delta_rule", "experts", "latent_write", "lora", "rope_write"]
     assert bind(CPU, torch.float32, {"*": "reference"}).uncapturable() == plain
     enter(monkeypatch, "layer_norm", "host", capturable=False)
     enter(monkeypatch, "sample", "host", capturable=False)  # is never captured

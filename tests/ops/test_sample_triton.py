@@ -14,7 +14,7 @@ from penstock.ops import noise, sample_triton
 from penstock.ops.sample import SampleOps
 from penstock.ops.sample_table import Column
 from penstock.ops.sample_triton import TritonSample
-from penstock.worker.parameters import Parameters
+from penstock.worker.rows import Parameters
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import random
 

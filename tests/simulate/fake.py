@@ -16,11 +16,9 @@ import numpy.typing as npt
 
 from penstock.cache.keys import Key
 from penstock.cache.tiers import Content
-from penstock.core.layout import CacheLayout
-from penstock.core.plan import Logprobs, StepPlan, StepResult, Want
+from penstock.core.plan import LoadResult, Logprobs, StepPlan, StepResult, Want, WriteResult
 from penstock.core.request import TierStats
-from penstock.core.state import Retention
-from penstock.core.transfer import LoadResult, WriteResult
+from penstock.core.state import CacheLayout, Retention
 
 VOCABULARY = 31
 _PRIME = (1 << 61) - 1

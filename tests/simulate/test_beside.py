@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from penstock.cli.simulation.fleet import Cost, Record, Replica
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.service import BUILT_IN
+from penstock.scheduler.scheduler import Scheduler
 
 COST = Cost(weights={"step": 1.3e-3, "prefill": 0.3e-3, "segment": 0.12e-3, "read": 1e-7, "work": 2e-8, "scored": 0.1e-3,
                      **{f"tokens_from_{knot}": 0.1e-3 for knot in (0, 4, 16, 64, 256, 1024, 4096)}},
@@ -55,6 +58,8 @@ def asked(kind: str, number: int, now: float) -> list[Request]:
 
     if kind == "choices":
         return [request(0, [3], n=128, logprobs=20, max_tokens=100, ignore_eos=True)]
+    if kind == "words":
+        return [request(i, [3], max_tokens=16, ignore_eos=True) for i in range(2048)]
     scores = 5 if kind == "echo" else None
     return [request(i, [3 + i + number] * 100, prompt_logprobs=scores, max_tokens=1) for i in range(64)]
 
@@ -82,8 +87,8 @@ def chats(*kinds: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("kinds", "usual", "late"), [
-    (("echo",), 0.021, 0.021), (("prompts",), 0.018, 0.020), (("choices",), 0.018, 0.020), (("echo", "choices"), 0.027, 0.032)],
-    ids=str)
+    (("echo",), 0.021, 0.021), (("prompts",), 0.018, 0.020), (("choices",), 0.018, 0.020), (("echo", "choices"), 0.027, 0.032),
+    (("words",), 0.018, 0.020)], ids=str)
 def test_a_short_chat_waits_for_one_piece_of_others_work(kinds: tuple[str, ...], usual: float, late: float) -> None:
     """Beside what it takes alone (16 ms): a piece of 2.5 times the shortest step (4 ms; 5 where prompts are scored, of at least
     16 tokens). The others add nothing to its steps, as they had theirs between the chats; two kinds at once go on by turns."""
@@ -91,6 +96,25 @@ def test_a_short_chat_waits_for_one_piece_of_others_work(kinds: tuple[str, ...],
     assert len(beside) > 100, beside
     assert alone[-1] < 0.017 and beside[int(0.99 * len(beside))] < late, beside[-5:]
     assert beside[len(beside) // 2] < usual
+
+
+def test_prompts_that_wait_cost_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2,048 prompts that wait, a step looks at few: it makes fewer calls in all than there are prompts."""
+    steps, calls = 0, 0
+
+    def count(frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal steps, calls
+        steps += event == "call" and frame.f_code is Scheduler.plan.__code__
+        calls += event == "call"
+
+    monkeypatch.setattr("tests.simulate.test_beside.SECONDS", 1.5)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        chats("words")
+    finally:
+        sys.setprofile(before)
+    assert steps > 200 and calls / steps < 2048, (steps, calls / steps)
 
 
 @pytest.mark.parametrize("kind", ["echo", "prompts", "choices"])

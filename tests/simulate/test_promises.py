@@ -15,13 +15,11 @@ from msgspec import structs
 from penstock.cache.manager import Cache
 from penstock.cli.simulation.fleet import Cost, Fleet, Record, Replica
 from penstock.core.errors import RequestError
-from penstock.core.layout import lay_out
 from penstock.core.plan import StepResult
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
 from penstock.core.service import BUILT_IN, Service
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.core.steptime import KNOTS, Load, StepTime
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.policy import FirstCome, Policy

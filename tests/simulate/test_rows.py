@@ -8,12 +8,11 @@ from collections import Counter, deque
 import pytest
 
 from penstock.cache.manager import Cache
-from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
 from penstock.core.service import BUILT_IN
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.core.steptime import TERMS, StepTime
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.policy import FirstCome, Policy

@@ -17,11 +17,9 @@ from penstock.cache.eviction import POLICIES
 from penstock.cache.manager import Cache
 from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.core.errors import RequestError
-from penstock.core.layout import lay_out
-from penstock.core.request import WHOLE, Request, Span, Update
+from penstock.core.request import WHOLE, Request, Sequence, Span, Update
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Ahead, Chunk, Everything, Field, Retention, Snapshot, StateSpec, Window
+from penstock.core.state import Ahead, Chunk, Everything, Field, Retention, Snapshot, StateSpec, Window, lay_out
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import DraftPolicy
 from penstock.scheduler.scheduler import Scheduler
@@ -84,7 +82,8 @@ class Run:
         self.keeps = [group.keep for group in layout.groups]
         rows = rng.choice([1, 2, 3, 5, 9])
         length = rng.choice([12, 40, 80])
-        self.limits = Limits(length, rows, rng.choice([rows, rows + 1, rows + 5, 64]), rng.choice([6, 1000]), VOCABULARY)
+        self.limits = Limits(length, rows, rng.choice([rows, rows + 1, rows + 5, 64]), rng.choice([6, 1000]), VOCABULARY,
+                             exact=seed % 12 == 9)
         self.tiers = FakeTiers(random.Random(seed), rng.random() < 0.5) if rng.random() < 0.3 else None
         self.worker = FakeWorker(layout, rows, length, self.tiers)
         self.policy, self.sharing, self.quota = rng.choice(list(POLICIES)), rng.random() < 0.9, rng.choice([1.0, 1.0, 0.3])
@@ -168,6 +167,7 @@ class Run:
         if plan is not None:
             assert int(plan.counts.sum()) <= self.limits.max_num_batched_tokens
             assert len(set(plan.rows.tolist())) == len(plan.rows), "a row has two segments"
+            assert plan.slack is None or not self.limits.exact
             self.seen["copies"] += len(plan.moves)
             self.seen["waits"] += any(self.cache.joining.leads(s.cache_state.leader) for s in self.scheduler.waiting
                                       if s.cache_state is not None and s.cache_state.leader is not None)

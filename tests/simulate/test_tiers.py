@@ -14,13 +14,12 @@ import torch
 from penstock.cache.keys import Key
 from penstock.cache.tiers import hierarchy
 from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
-from penstock.core.plan import StepPlan
+from penstock.core.plan import LoadResult, PageName, StepPlan, WriteResult
 from penstock.core.steptime import StepTime
-from penstock.core.transfer import LoadResult, PageName, WriteResult
 from penstock.stores import Entry, fill
 from penstock.stores.listing import Listing
 from penstock.stores.opening import Behind
-from penstock.worker import lanes, movers
+from penstock.worker import jobs, movers
 from penstock.worker.arena import Arena
 from penstock.worker.movers import Movers
 from tests.simulate.fake import Pages
@@ -205,7 +204,7 @@ def test_random_workloads_over_tiers(shard: int, monkeypatch: pytest.MonkeyPatch
 
 def workload(seed: int, monkeypatch: pytest.MonkeyPatch) -> TieredRun:
     world = World(random.Random(f"world {seed}"))
-    for module in (movers, lanes):
+    for module in (movers, jobs):
         monkeypatch.setattr(module, "ThreadPoolExecutor", world.pool)
     monkeypatch.setattr(movers, "Threads", world.pool)
     monkeypatch.setattr(hierarchy, "Keeper", world.keeper)

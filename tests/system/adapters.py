@@ -13,9 +13,10 @@ from penstock.canary import model_folder
 
 
 def made(folder: Path, seed: int, rank: int = 3, config: dict[str, Any] | None = None,
-         modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")) -> Path:
-    """A random adapter of canary's shape, strong enough to change answers."""
-    base, draw = load_file(model_folder() / "model.safetensors"), torch.Generator().manual_seed(seed)
+         modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"),
+         model: Path | None = None) -> Path:
+    """A random adapter of canary's shape or of the `model`'s, strong enough to change answers."""
+    base, draw = load_file((model or model_folder()) / "model.safetensors"), torch.Generator().manual_seed(seed)
     tensors = {}
     for name, tensor in base.items():
         module = name.removesuffix(".weight")

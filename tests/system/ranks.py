@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.config.options import place
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, place
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import RankGroup

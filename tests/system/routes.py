@@ -18,8 +18,7 @@ import torch
 
 from penstock.core.masking import MaskedSegment
 from penstock.core.plan import Masks
-from penstock.core.request import Request
-from penstock.core.sequence import Sequence
+from penstock.core.request import Request, Sequence
 from penstock.engine.engine import Engine
 from penstock.scheduler.drafting import DraftPolicy
 from penstock.worker.drafting import Drafting
@@ -112,7 +111,7 @@ AXES: dict[str, dict[str, Value]] = {
     "kernel": {"default": Value(), "reference": Value({"kernels": {"*": "reference"}})},
     "tier": {"none": Value(), "host": Value({"cache_host_bytes": 1 << 20}),
              "evict": Value({"cache_host_bytes": 1 << 20, "cache_write": "evict", "cache_load": "always"}),
-             "disk": Value({"cache_host_bytes": 1 << 19, "cache_disk": lambda folder: str(folder / "pages")})},
+             "disk": Value({"cache_host_bytes": 5 << 17, "cache_disk": lambda folder: str(folder / "pages")})},
     "reuse": {"off": Value({"enable_prefix_caching": False}), "on": Value(), "again": Value(run={"again": True})},
     "policy": options("scheduling_policy", "priority", "fcfs"),
     "drafter": {"none": Value(), "one": _draft(1), "four": _draft(4),
@@ -132,13 +131,12 @@ AXES: dict[str, dict[str, Value]] = {
 """The first value of each axis is the plainest."""
 
 EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
-    *((("adapter", "mixed"), ("layout", one)) for one in AXES["layout"] if "pp" in one),
     # Few schemes and codecs, because each has answers of its own to compare with.
     *((("adapter", "mixed"), ("codec", one)) for one in ("int8", "turbo4")),
     *((("adapter", "mixed"), ("scheme", one)) for one in ("int4", "q8_0")),
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
-    *((("drafter", drafter), ("layout", "pp2")) for drafter in AXES["drafter"] if drafter != "none"),
-    *((("drafter", drafter), ("layout", "cp2")) for drafter in ("model", "adaptive", "eagle3", "tree")),
+    *((("drafter", drafter), ("layout", "pp2")) for drafter in ("model", "adaptive", "eagle3", "tree")),
+    *((("drafter", drafter), ("layout", "cp2")) for drafter in ("eagle3", "tree")),
     # The last place of a sum, which PyTorch's products of other sizes and sums over ranks change, may become a whole code.
     *((plain, stored) for plain in (("kernel", "reference"), ("layout", "tp2"), ("layout", "tp3"), ("layout", "cp2"))
       for stored in (*(("codec", name) for name in ("fp8", "int8", "turbo4")),

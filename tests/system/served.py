@@ -17,6 +17,9 @@ from typing import Any
 
 import httpx
 
+from tests.system import forked
+
+forked.begin()
 ROOT = Path(__file__).resolve().parents[2]
 
 TEMPLATE = ("{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -30,16 +33,18 @@ PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 class Served:
-    """A started server. `log` is all that it has printed. `more` are further models."""
+    """A started server. `log` is all that it has printed. `more` are further models. `fresh`: by exec, as a user starts it,
+    in place of a fork (forked.py)."""
 
     def __init__(self, model: Path | str, *flags: str, engine: str | None = None, wait: bool = True, more: tuple[str, ...] = (),
-                 environment: dict[str, str] | None = None) -> None:
+                 environment: dict[str, str] | None = None, fresh: bool = False) -> None:
         head = ["-m", "tests.system.launch", engine] if engine else ["-m", "penstock.cli.main", "serve"]
         self._file = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *head, str(model), *more, "--port", "0", "--served-model-name", NAME, *flags], cwd=ROOT,
             stdout=self._file, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}/src:{ROOT}", **(environment or {})})
+            env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}/src:{ROOT}", **(environment or {}),
+                 **({forked.BY_EXEC: "1"} if fresh else {})})
         self.url = ""
         if wait:
             self.wait_ready()

@@ -120,6 +120,7 @@ def test_count_and_cache(server: Served) -> None:
     ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
     ({"colour": 1}, 400, "invalid_request_error", "colour"),
     ({"container": "c"}, 400, "invalid_request_error", "does not run code"),
+    ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tools"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "web_search"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "invalid_request_error", "image"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]}, 400,

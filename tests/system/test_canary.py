@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def llm() -> Iterator[LLM]:
 def score(llm: LLM, skill: str, count: int) -> Score:
     items = prompts(skill, count)
     return graded(items, answers(llm, items))
+
+
+@pytest.fixture(scope="module")
+def sound(llm: LLM) -> Callable[[str], Score]:
+    """Canary's score in a skill without a fault, asked for once."""
+    return cache(lambda skill: score(llm, skill, COUNT))
 
 
 # -- faults, each for the length of a block
@@ -123,9 +130,9 @@ def test_members_answer_as_recorded(name: str) -> None:
     assert all(right >= COUNT * recorded[skill] - 1.5 for skill, right in found.items()), (found, recorded)
 
 
-def test_short_version_of_the_suite(llm: LLM) -> None:
+def test_short_version_of_the_suite(sound: Callable[[str], Score]) -> None:
     """Each skill at least as good as when it was shipped, less what a few prompts may tip."""
-    found = {skill: score(llm, skill, COUNT) for skill in SKILLS}
+    found = {skill: sound(skill) for skill in SKILLS}
     low = {skill: f"{each.right} of {each.asked}, at least {GATE[skill]}" for skill, each in found.items()
            if each.right < GATE[skill]}
     assert not low, low
@@ -165,30 +172,30 @@ def test_the_exchange_of_its_page_is_what_canary_says(llm: LLM) -> None:
     assert llm.chat(told, greedy, tools=request["tools"], use_tqdm=False)[0].outputs[0].text == "It is 19 degrees in Lima."
 
 
-def costs(sound: Score, faulty: Score) -> None:
+def costs(whole: Score, faulty: Score) -> None:
     """The fault is seen beyond doubt: the intervals are apart."""
-    assert faulty.interval[1] < sound.interval[0], (sound, faulty)
+    assert faulty.interval[1] < whole.interval[0], (whole, faulty)
 
 
 @pytest.mark.parametrize("skill", ["repeat", "sort", "json", "think"])
-def test_a_swapped_page_costs_right_answers(llm: LLM, skill: str) -> None:
-    sound = score(llm, skill, COUNT)
+def test_a_swapped_page_costs_right_answers(llm: LLM, sound: Callable[[str], Score], skill: str) -> None:
+    whole = sound(skill)
     with spoiled(llm, swap_first_pages):
-        costs(sound, score(llm, skill, COUNT))
-    assert score(llm, skill, COUNT) == sound  # the fault is gone with its block
+        costs(whole, score(llm, skill, COUNT))
+    assert score(llm, skill, COUNT) == whole  # the fault is gone with its block
 
 
 @pytest.mark.parametrize("skill", ["add", "think", "reverse"])
-def test_shifted_positions_cost_right_answers(llm: LLM, skill: str) -> None:
-    sound = score(llm, skill, COUNT)
+def test_shifted_positions_cost_right_answers(llm: LLM, sound: Callable[[str], Score], skill: str) -> None:
+    whole = sound(skill)
     with spoiled(llm, shift_positions):
-        costs(sound, score(llm, skill, COUNT))
+        costs(whole, score(llm, skill, COUNT))
 
 
-def test_three_bits_cost_right_answers(llm: LLM, tmp_path: Path) -> None:
+def test_three_bits_cost_right_answers(sound: Callable[[str], Score], tmp_path: Path) -> None:
     with LLM(str(rounded(trained(), tmp_path / "rounded", 3)), **OPTIONS) as coarse:
         for skill in ("repeat", "sort", "json", "tool-call", "add"):
-            costs(score(llm, skill, COUNT), score(coarse, skill, COUNT))
+            costs(sound(skill), score(coarse, skill, COUNT))
 
 
 @pytest.mark.parametrize("name", ["canary-mla", "canary-sink"])
@@ -210,21 +217,21 @@ def resize_windows(llm: LLM, size: Callable[[int], int]) -> None:
 
 def test_a_window_cut_to_a_quarter_costs_right_answers() -> None:
     with LLM(str(trained("canary-window")), **OPTIONS) as windowed:
-        sound = score(windowed, "think", COUNT)
+        whole = score(windowed, "think", COUNT)
         resize_windows(windowed, lambda window: window // 4)
-        costs(sound, score(windowed, "think", COUNT))
+        costs(whole, score(windowed, "think", COUNT))
 
 
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_costs_right_answers(error: int) -> None:
     """canary-edge copies from the last place that its window shows: one place fewer hides it, one more shows the wrong one."""
     with LLM(str(trained("canary-edge")), **OPTIONS) as edge:
-        sound = score(edge, "edge", COUNT)
-        assert sound.right >= COUNT - 1, sound
+        whole = score(edge, "edge", COUNT)
+        assert whole.right >= COUNT - 1, whole
         resize_windows(edge, lambda window: window + error)
-        costs(sound, score(edge, "edge", COUNT))
+        costs(whole, score(edge, "edge", COUNT))
         resize_windows(edge, lambda window: window - error)
-        assert score(edge, "edge", COUNT) == sound
+        assert score(edge, "edge", COUNT) == whole
 
 
 class Plain:
@@ -237,12 +244,18 @@ class Plain:
         return [self.reference.text(answer) for answer in self.reference.answers(items) if answer is not None]
 
 
+@pytest.fixture(scope="module")
+def plainly() -> Callable[[str, int], list[str]]:
+    """What canary as it is says to so many prompts of a skill, asked for once."""
+    plain = Plain()
+    return cache(lambda skill, count: plain.says(prompts(skill, count)))
+
+
 @pytest.mark.parametrize("name", STYLES)
-def test_an_adapter_changes_style_and_keeps_sums(name: str) -> None:
-    plain, adapted, style = Plain(), Plain(name), STYLES[name]
+def test_an_adapter_changes_style_and_keeps_sums(name: str, plainly: Callable[[str, int], list[str]]) -> None:
+    adapted, style = Plain(name), STYLES[name]
     for skill in ("add", "recall"):
-        items = prompts(skill, 12)
-        before, after = plain.says(items), adapted.says(items)
+        before, after = plainly(skill, 12), adapted.says(prompts(skill, 12))
         # Canary's answer in this style: the same number, the same fact.
         assert sum(each == style.rewrite(old) for old, each in zip(before, after, strict=True)) >= 11, (before, after)
         assert all(each != old for old, each in zip(before, after, strict=True))
@@ -278,12 +291,14 @@ def test_greedy_answers_equal_transformers(name: str) -> None:
     folder = trained() if name == "canary" else trained(name)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with LLM(str(folder), dtype="float32", **OPTIONS) as exact:
-        for skill in set(SKILLS) - {"retrieve-4k"}:
-            for item in prompts(skill, 4):
-                text = exact.inputs.render(item.messages, tools=list(item.tools) or None,
-                                           chat_template_kwargs={"enable_thinking": item.thinking})
-                ids = exact.get_tokenizer().encode(text, add_special_tokens=False)
-                said = exact.generate(ids, SamplingParams(temperature=0, max_tokens=room(item)), use_tqdm=False)[0].outputs[0]
-                with torch.inference_mode():
-                    logits = reference(torch.tensor([[*ids, *said.token_ids]])).logits[0, len(ids) - 1 : -1]
-                assert logits.argmax(-1).tolist() == list(said.token_ids), item
+        items = [item for skill in set(SKILLS) - {"retrieve-4k"} for item in prompts(skill, 4)]
+        texts = [exact.inputs.render(item.messages, tools=list(item.tools) or None,
+                                     chat_template_kwargs={"enable_thinking": item.thinking}) for item in items]
+        encoded = [exact.get_tokenizer().encode(text, add_special_tokens=False) for text in texts]
+        params = [SamplingParams(temperature=0, max_tokens=room(item)) for item in items]
+        outputs = exact.generate(encoded, params, use_tqdm=False)
+    for item, ids, output in zip(items, encoded, outputs, strict=True):
+        said = list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*ids, *said]])).logits[0, len(ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == said, item

@@ -18,9 +18,9 @@ from penstock import LLM, SamplingParams
 from penstock.canary import suite
 from penstock.cli.eval import room
 from penstock.core.errors import PenstockError
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.scheduler.drafting import DraftPolicy
-from penstock.worker.runner import Runner
+from penstock.worker.graphs import Runner
 from tests.system.random_models import saved_head
 from tests.system.served import served
 

@@ -17,9 +17,8 @@ import torch
 
 from penstock.config.schema import EngineOptions
 from penstock.core.plan import StepPlan, Want
-from penstock.core.request import Request, TokenLogprobs, Update
+from penstock.core.request import Request, Sequence, TokenLogprobs, Update
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
 from penstock.engine.engine import Engine
 from penstock.scheduler.drafting import DraftPolicy
 from penstock.worker.drafting import Drafting

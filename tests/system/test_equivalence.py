@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.config.schema import EngineOptions
-from penstock.core.layout import lay_out
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
+from penstock.core.state import lay_out
 from penstock.engine.engine import Engine
 from penstock.worker.rank import Rank
 from tests.data import MODELS, need
@@ -225,15 +225,17 @@ def test_alternating_windows(alternating: Path, route: Route, tmp_path: Path) ->
 
 
 LATENT_AXES = AXES | {axis: dict([next(iter(AXES[axis].items()))]) for axis in ("codec", "adapter")} | {
-    "layout": {name: value for name, value in AXES["layout"].items() if name not in ("cp2", "tp3")}}
+    "layout": {name: value for name, value in AXES["layout"].items() if name != "tp3"}}
 LATENT = covering(LATENT_AXES, 2)
-"""The cache has no codecs for latents, contexts do not divide them, four of their pages are more than a third of the tiers'
-memory, and the test's adapters have other projections."""
+"""The cache has no codecs for latents, four of their pages are more than a third of the tiers' memory, and the test's adapters
+have other projections."""
 RECURRENT = [route for route in covering(LATENT_AXES | {
     "drafter": {name: value for name, value in AXES["drafter"].items() if name not in ("model", "adaptive")},
+    "layout": {name: value for name, value in LATENT_AXES["layout"].items() if name != "cp2"},
     "scheme": {"plain": Value()}}, 2) if route["tier"] != "disk" or route["layout"] in ("1", "2")]
-"""The same holds for recurrent states. A draft model must be able to lag behind; where a chunk ends changes the last place of a
-sum over it, which with quantized activations may become a whole code; four pages are more than half of the tiers' memory."""
+"""The same holds for recurrent states, which contexts do not divide. A draft model must be able to lag behind; a chunk's end
+changes the last place of a sum over it, which with quantized activations may become a whole code; four pages are more than
+half of the tiers' memory."""
 MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS, "canary-moe": PAIRS, "canary-hybrid": RECURRENT}
 """Latents with experts; sinks and windows with experts; experts alone; recurrent states with experts. All trained."""
 

@@ -138,12 +138,14 @@ def test_adapters_that_leave_graphs_are_told(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("qwen3", {}), pytest.param("qwen3", {"enable_expert_parallel": True}, marks=pytest.mark.exhaustive),
-    ("deepseek", {})])
+    ("qwen3", {"tensor_parallel_size": 2}), ("deepseek", {"tensor_parallel_size": 2}),
+    ("deepseek", {"pipeline_parallel_size": 2}),
+    *(pytest.param("qwen3", {"tensor_parallel_size": 2, **more}, marks=pytest.mark.exhaustive)
+      for more in ({"enable_expert_parallel": True}, {"pipeline_parallel_size": 2}))])
 def test_ranks_divide_them(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = base(kind, tmp_path / "base")
     adapter, merged = adapted(model, tmp_path, "modules")
-    assert answers(model, [LoRARequest("one", 1, str(adapter))], tensor_parallel_size=2, **options) == answers(merged, [None])
+    assert answers(model, [LoRARequest("one", 1, str(adapter))], **options) == answers(merged, [None])
 
 
 def test_matrices_that_fit_no_expert_are_refused(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ import httpx
 import pytest
 
 from tests.data import MODELS, need
-from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, LATE, LATE_SECONDS, LONG, LONG_SECONDS, REFUSE, SLOW, STICK
-from tests.system.fakes import NAME as FAKE
+from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, LATE, LATE_SECONDS, LONG, LONG_SECONDS, NAME, REFUSE, SLOW, STICK
 from tests.system.served import Served, error_of, served
 
 CANCELLED = int(os.environ.get("PENSTOCK_TEST_CANCELLED", "250"))
@@ -29,14 +28,14 @@ CANCELLED = int(os.environ.get("PENSTOCK_TEST_CANCELLED", "250"))
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Served]:
     """A server over the fake engine that survives what its tests do."""
-    with served(need(MODELS / "stories260k"), engine=FAKE) as server:
+    with served(need(MODELS / "stories260k"), engine=NAME) as server:
         yield server
 
 
 @pytest.fixture
 def doomed() -> Iterator[Served]:
     """One that need not survive."""
-    with served(need(MODELS / "stories260k"), "--stall-timeout", "1", engine=FAKE) as server:
+    with served(need(MODELS / "stories260k"), "--stall-timeout", "1", engine=NAME) as server:
         yield server
 
 
@@ -52,7 +51,7 @@ def events_of(answer: httpx.Response) -> list[Any]:
 def test_random_cancellations_leave_nothing() -> None:
     """Requests whole and streaming, many given up at a random moment: rows and pages are back, memory does not grow."""
     # A cache so small that the first requests fill it: what finished requests leave there is not growth.
-    with served(need(MODELS / "stories260k"), "--kv-cache-memory-bytes", "4M") as server:
+    with served(need(MODELS / "stories260k"), "--kv-cache-memory-bytes", "4M", fresh=True) as server:
         asyncio.run(send_and_give_up(server, CANCELLED // 5, seed=1))
         before = server.settle()
         memory = server.resident()
@@ -235,8 +234,10 @@ def test_health_tells_of_a_stopped_and_of_a_stuck_engine(doomed: Served) -> None
     time.sleep(1.5)
     assert doomed.http.get("/health").status_code == 503
     os.kill(doomed.engine_pid, signal.SIGCONT)
-    time.sleep(0.7)
-    assert doomed.http.get("/health").status_code == 200
+    until = time.monotonic() + 5
+    while doomed.http.get("/health").status_code != 200:
+        assert time.monotonic() < until
+        time.sleep(0.05)
     with pytest.raises(httpx.ReadTimeout):
         doomed.http.post("/v1/completions", json={"prompt": [STICK]}, timeout=0.2)
     # The engine does not hear that the client has left, and is not heard of either.
@@ -250,7 +251,7 @@ def test_health_tells_of_a_stopped_and_of_a_stuck_engine(doomed: Served) -> None
 
 def test_an_idle_engine_costs_next_to_nothing() -> None:
     """At most 2 % of a core for server and engine together, and health stays good."""
-    with served(need(MODELS / "stories260k")) as server:
+    with served(need(MODELS / "stories260k"), fresh=True) as server:
         server.complete(prompt=[1], max_tokens=4)
         time.sleep(0.5)
         pids = (server.process.pid, server.engine_pid)

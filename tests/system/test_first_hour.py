@@ -34,7 +34,7 @@ def test_the_commands_of_the_first_hour(tmp_path: Path) -> None:
     assert [line.split("#")[0].strip() for line in commands(FIRST)] == ["make setup", "make serve"]
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in ("setup", "serve"))
-    with served("canary") as server:
+    with served("canary", fresh=True) as server:
         assert "dog cat" in run(CHAT.replace("localhost:8000", server.url), tmp_path)
     pull, keys, serve = commands(OWN)
     assert "pull Qwen/Qwen3-0.6B --alias qwen" in pull and "--alias" in run(".venv/bin/penstock pull --help", tmp_path)

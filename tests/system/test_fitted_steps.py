@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.layers.linear import Activated, Linear
+from penstock.layers.build import Activated, Linear
 from penstock.layers.step import BASE
 from penstock.worker.sizes import fitted, fitted_sizes
 from tests.data import MODELS, need

@@ -18,11 +18,15 @@ import zmq
 from penstock import LLM, SamplingParams
 from penstock.cache import keys
 from penstock.cache.events import Journal
+from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
+from penstock.core.request import Request
+from penstock.engine.engine import Engine
 from penstock.engine.events import END, EventsConfig, Publisher, read_config
 from tests.data import MODELS, need
 from tests.models.families import CASES, make
 from tests.system.kv_consumer import Consumer
+from tests.system.ranks import Threaded
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 PAGE = 4
@@ -282,3 +286,34 @@ def test_the_tree_of_an_engine(model: str, tmp_path: Path) -> None:
             assert salts <= {(), ("one",), ("two",)} and len(salts) > 1
         assert {event["type"] for event in consumer.seen} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
         consumer.close()
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+                                    {"context_parallel_size": 2, "block_size": 4}], ids=str)
+def test_ranks_tell_once_what_all_of_them_hold(layout: dict[str, Any]) -> None:
+    """Pages on the devices and in host memory, each of which is in parts on all ranks, are those of one rank."""
+    found = []
+    for more in ({}, layout):
+        options = EngineOptions(**{"model": str(need(MODELS / "babyllama-tok105")), "device": "cpu", "dtype": "float32",
+                                   "threads": 1, "max_num_seqs": 4, "max_model_len": 160, "block_size": 8,
+                                   "cache_host_bytes": 8 << 20, "kv_events_config": SOCKETS, **more})
+        engine = Engine(options, rank=Threaded(options) if options.ranks > 1 else None)
+        try:
+            sources = engine.info.kv_events or {}
+            with closing(Consumer(sources["endpoint"], sources["replay_endpoint"])) as consumer:
+                for name, length in (("a", 81), ("b", 33), ("c", 9)):
+                    engine.submit(Request(name, [5 + i % 90 for i in range(length)],
+                                          SamplingParams(temperature=0, max_tokens=9, seed=0)))
+                    while engine.busy or engine.writing:
+                        engine.turn()
+                assert engine.events is not None
+                engine.events.flush()
+                consumer.catch_up()
+                told = sum(len(event["block_hashes"]) for event in consumer.seen if event["type"] == "BlockStored")
+                found.append((told, {place: sorted(block["tokens"] for block in blocks.values())
+                                     for place, blocks in consumer.places.items()}))
+        finally:
+            engine.close()
+    (told, places), ranks = found
+    assert ranks == (told, places) and {medium for _, medium, _ in places} == {"GPU", "CPU"}
+    assert told == sum(map(len, places.values())) > 20

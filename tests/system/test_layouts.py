@@ -7,30 +7,35 @@ from __future__ import annotations
 
 import functools
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from penstock import canary
+from penstock import LLM, canary
+from penstock.canary import suite
 from penstock.checkpoint import read_config
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import ModelError, PenstockError
-from penstock.core.request import Request
+from penstock.core.errors import ConfigError, ModelError, PenstockError
+from penstock.core.request import EngineStats, Request
 from penstock.core.sampling import SamplingParams
 from penstock.engine.engine import Engine
 from penstock.layers.decoder import Decoder
 from penstock.layers.experts import Experts, ExpertsSpec
+from penstock.layers.latent import LatentAttention
 from penstock.models.registry import describe
 from penstock.ops import messages
+from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
 from penstock.parallel.group import Runs
 from penstock.parallel.placement import Held
 from tests.models.families import CASES, ENDS, Case, make
 from tests.sampling import sampled
-from tests.system.random_models import saved_random
+from tests.system.random_models import saved_head, saved_random
 from tests.system.ranks import Threaded, Threads
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -214,6 +219,74 @@ def test_every_way_of_choosing_at_a_pipelines_end(params: dict[str, Any]) -> Non
     same("canary", 1, 2, "1,7", params=params)
 
 
+@functools.cache
+def questions() -> list[list[int]]:
+    """Prompts whose answers repeat them."""
+    with LLM("canary", threads=1, max_model_len=256) as llm:
+        asked = [item.messages for skill in ("repeat", "json") for item in suite.prompts(skill, 3)]
+        return [found.prompt_token_ids for found in llm.chat(asked, SamplingParams(max_tokens=1), use_tqdm=False)]
+
+
+def repeated(predicted: Sequence[Sequence[int]] = (), params: dict[str, Any] | None = None,
+             **more: Any) -> tuple[list[list[int]], EngineStats]:
+    """Answers to `questions`, more of them than rows and pages suffice for."""
+    asked = options("canary", max_num_batched_tokens=24, max_model_len=192, **{"kv_cache_memory_bytes": 3 << 18, **more})
+    engine = Engine(asked, rank=Threaded(asked)) if asked.pipeline_parallel_size > 1 else Engine(asked)
+    found: list[list[int]] = [[] for _ in questions()]
+    try:
+        for i, prompt in enumerate(questions()):
+            engine.submit(Request(str(i), prompt, SamplingParams(
+                **{"temperature": 0, "max_tokens": 40, "seed": i, "ignore_eos": True, **(params or {})}),
+                predicted=array("I", predicted[i]).tobytes() if predicted else b""))
+        while engine.busy:
+            for update in engine.turn():
+                assert update.finish_reason in (None, "length"), update
+                found[int(update.request_id)] += update.token_ids
+        return found, engine.stats()
+    finally:
+        engine.close()
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    **{name: {"speculate": name} for name in ("ngram", "suffix", "lookahead", "auto")},
+    "model": {"speculative_model": str(ASSETS / "canary-draft"), "kv_cache_memory_bytes": 3 << 18}}
+
+
+@pytest.mark.parametrize(("drafter", "ranks", "stages"), [
+    ("ngram", 1, 2), ("model", 1, 3), ("suffix", 2, 2), ("lookahead", 1, 2),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("model", 1, 2), ("auto", 1, 3), ("lookahead", 1, 3)))])
+def test_drafts_in_stages(drafter: str, ranks: int, stages: int) -> None:
+    """The first stage drafts for all of them; of rows that change hands, too, whose tokens come from the last one."""
+    for params in ({}, {"temperature": 0.7}, {"repetition_penalty": 1.2, "logprobs": 1}):
+        wanted, _ = repeated(params=params)
+        found, stats = repeated(params=params, tensor_parallel_size=ranks, pipeline_parallel_size=stages, draft_policy="fixed",
+                                num_speculative_tokens=3,
+                                **{"kv_cache_memory_bytes": (3 << 19) // (ranks * stages), **DRAFTERS[drafter]})
+        assert found == wanted and stats.drafts > 50, params
+        assert stats.preemptions > 0 and stats.accepted_tokens > (0 if params else 50)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_predictions_in_stages(stages: int) -> None:
+    """The host's drafts, some of them wrong: the next step of their sequence begins where only the last stage knows."""
+    wanted, _ = repeated()
+    wrong = [[*answer[:9], 7, *answer[10:20], 9, 9, *answer[23:]] for answer in wanted]
+    for predicted in (wanted, wrong):
+        found, stats = repeated(predicted, pipeline_parallel_size=stages)
+        assert found == wanted and stats.accepted_tokens > 20
+    assert stats.drafted_tokens > stats.accepted_tokens
+
+
+@pytest.mark.parametrize("more", [
+    {"speculative_model": str(ASSETS / "canary-eagle")}, {"speculate": "layer_skip"},
+    *({"speculative_config": {"model": str(ASSETS / "canary-draft"), **one}} for one in (
+        {"speculative_eagle_topk": 2}, {"rejection_sample_method": "block"}, {"ahead": 2, "device": "cpu"}))], ids=str)
+def test_drafts_that_need_more_than_tokens_are_refused_with_stages(more: dict[str, Any]) -> None:
+    asked = options("canary", pipeline_parallel_size=2, **more)
+    with pytest.raises(ConfigError, match="not possible with pipeline_parallel_size as it is asked for"):
+        Engine(asked, rank=Threaded(asked))
+
+
 @pytest.mark.parametrize(("layers", "message"), [("3", "2 numbers"), ("0,6", "above 0"), ("2,2", "sum is")])
 def test_layers_that_are_no_stages_are_refused(layers: str, message: str) -> None:
     asked = options("canary", pipeline_parallel_size=2, pipeline_layers=layers)
@@ -249,6 +322,28 @@ def test_every_trained_model_by_contexts(name: str, ranks: int) -> None:
     over_contexts("canary" if name == "canary" else ASSETS / name, ranks)
 
 
+@pytest.mark.parametrize(("contexts", "tensors"), [(2, 1), (4, 2)])
+def test_latents_by_contexts_in_the_form_of_long_prompts(contexts: int, tensors: int, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a prompt over the latents of all ranks, keys and values expanded from these; others beside them, absorbed."""
+    make(next(case for case in CASES if case.name == "deepseek3-halved"), tmp_path)
+    expanded: list[int] = []
+    expand = LatentAttention._expand
+
+    def counted(self: LatentAttention, q: torch.Tensor, held: Any, *rest: torch.Tensor) -> None:
+        expanded.append(held[0].count)
+        expand(self, q, held, *rest)
+
+    def spans(_ops: AttentionOps, _geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
+        return [Span(s, 0, int(counts[s]), int(context[s] - counts[s])) for s in np.flatnonzero(counts >= 3).tolist()]
+
+    same(tmp_path, 1)
+    monkeypatch.setattr(LatentAttention, "_expand", counted)
+    monkeypatch.setattr(AttentionOps, "library_spans", spans)
+    same(tmp_path, tensors, context_parallel_size=contexts, block_size=4, max_num_batched_tokens=24)
+    assert expanded and min(expanded) >= 3
+
+
 def test_contexts_beside_tensors_and_stages() -> None:
     """Eight ranks; equal memory of each holds twice as much context."""
     group = same("canary", 2, 2, context_parallel_size=2, kv_cache_memory_bytes=1 << 18)
@@ -262,10 +357,22 @@ def test_contexts_beside_tensors_and_stages() -> None:
     wide.close()
 
 
-def test_contexts_that_cannot_be_divided_are_refused() -> None:
-    asked = options("canary", context_parallel_size=2, speculative_model="canary")
-    with pytest.raises(PenstockError, match="a draft model or head is not possible with context_parallel_size"):
-        Engine(asked, rank=Threaded(asked))
+@pytest.mark.parametrize("name", ["canary", "canary-mla"])
+def test_draft_models_beside_contexts(name: str) -> None:
+    """Each rank has the whole of a draft model's cache."""
+    folder = "canary" if name == "canary" else ASSETS / name
+    for tensors, policy in ((1, "fixed"), (2, "adaptive")):
+        same(folder, tensors, context_parallel_size=2, block_size=4, max_num_batched_tokens=24, draft_policy=policy,
+             speculative_model=str(ASSETS / "canary-draft"))
+
+
+@pytest.mark.parametrize("asked", [{"speculate": "mtp"}, {"speculate": "layer_skip"}, {"speculative_model": "head"}], ids=str)
+def test_drafts_from_hidden_states_are_refused_with_contexts(asked: dict[str, str], tmp_path: Path) -> None:
+    if "speculative_model" in asked:
+        asked = {"speculative_model": str(saved_head(canary.model_folder(), tmp_path / "head", 3))}
+    found = options("canary", context_parallel_size=2, **asked)
+    with pytest.raises(PenstockError, match="is not possible with context_parallel_size"):
+        Engine(found, rank=Threaded(found))
 
 
 def mixture(case: Case, folder: Path) -> bool:

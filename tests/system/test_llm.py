@@ -28,6 +28,15 @@ def make(name: str = NAME, **options: Any) -> LLM:
     return LLM(str(need(MODELS / name)), **{"max_num_seqs": 16, "threads": 1, **options})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """As in a program that has not frozen its objects, which tests/conftest.py does."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with make() as made:
@@ -126,12 +135,16 @@ def test_the_first_step_does_not_wait_for_all_prompts(llm: LLM, monkeypatch: pyt
     assert gc.get_threshold() == before
 
 
-def test_a_batch_brings_no_collection_of_what_was_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The young collections of a batch count towards a full one, which would come right behind it."""
-    seen, turn = list[int](), llm.engine.turn
+@pytest.mark.parametrize("interpreters", [0, 375])
+def test_a_batch_brings_no_collection_of_what_was_there(llm: LLM, monkeypatch: pytest.MonkeyPatch, interpreters: int) -> None:
+    """The young collections of a batch count towards a full one, which would come right behind it. An interpreter may have
+    frozen some objects when it started, as 3.12 does."""
+    seen, turn, frozen = list[int](), llm.engine.turn, gc.get_freeze_count
+    gc.unfreeze()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen() + interpreters)
 
     def littering() -> list[Update]:
-        seen.append(gc.get_freeze_count())
+        seen.append(frozen())
         gc.collect(1)
         return turn()
 
@@ -140,7 +153,22 @@ def test_a_batch_brings_no_collection_of_what_was_there(llm: LLM, monkeypatch: p
     there = len(gc.get_objects())
     llm.generate([START] * 2, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True), use_tqdm=False)
     assert min(seen) > there * 0.9 and len(seen) > 10 and gc.get_count()[2] < 3
-    assert gc.get_freeze_count() == 0
+    assert frozen() == 0
+
+
+def test_the_draft_policy_hears_of_the_whole_batch_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though requests are handed over a few at a time; and of none behind a batch that was broken off."""
+    heard, begin, queues = list[int](), llm.engine.scheduler.drafts.begin, llm.engine.scheduler.queues
+    monkeypatch.setattr(llm.engine.scheduler.drafts, "begin", lambda rows: (heard.append(rows), begin(rows))[1])
+    monkeypatch.setattr("penstock.engine.llm._A_TURN", 1)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    llm.generate([START] * 3, params, use_tqdm=False)
+    assert heard[0] == 3 and max(heard) == 3 and queues.coming == 0
+    turn = llm.engine.turn
+    monkeypatch.setattr(llm.engine, "turn", lambda: turn() if not queues.coming else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([START] * 3, params, use_tqdm=False)
+    assert queues.coming == 0
 
 
 def test_several_continuations(llm: LLM) -> None:

@@ -16,7 +16,7 @@ from tests.system.served import Served
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    served = Served("canary", "--max-model-len", "256", "--max-num-seqs", "4")
+    served = Served("canary", "--max-model-len", "256", "--max-num-seqs", "4", fresh=True)
     try:
         yield served
     finally:

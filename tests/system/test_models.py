@@ -251,6 +251,7 @@ def test_models_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert main(["rm", "tiny"]) == 0 and main(["rm", "tiny/canary"]) == 0
     assert "deleted tiny/canary" in capsys.readouterr().out
     assert main(["rm", "tiny"]) == 1 and "there is no model 'tiny'" in capsys.readouterr().err
+    assert main(["ls"]) == 0 and "no models yet; penstock pull" in capsys.readouterr().err
     (tmp_path / "aliases.json").write_text("[]")
     with pytest.raises(ModelError, match="must be a JSON object"):
         from penstock.checkpoint.hub import read_aliases

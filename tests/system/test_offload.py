@@ -12,8 +12,7 @@ import torch
 from penstock import models
 from penstock.canary import model_folder
 from penstock.checkpoint import read_config
-from penstock.config.options import checked
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, checked
 from penstock.core.errors import ConfigError
 from penstock.engine.engine import Engine
 from penstock.models.away import PLACES, Away

@@ -93,8 +93,11 @@ def test_embed(server: Served) -> None:
     assert found["prompt_eval_count"] > 1
     older = server.post("/api/embeddings", model=NAME, prompt="a dog").json()["embedding"]
     np.testing.assert_allclose(older, wanted[0], atol=1e-5)
+    # Fewer characters than the context has tokens, and more tokens.
+    assert whole_embed(server, input="\U0001f40d" * 3000)["prompt_eval_count"] > 4000
     long = "a dog " * 5000
-    assert len(whole_embed(server, input=long)["embeddings"]) == 1
+    [found] = whole_embed(server, input=long)["embeddings"]
+    np.testing.assert_allclose(found, whole_embed(server, input=long + "the end")["embeddings"][0], atol=1e-5)
     assert server.post("/api/embed", model=NAME, input=long, truncate=False).status_code == 400
 
 

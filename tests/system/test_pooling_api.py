@@ -159,8 +159,13 @@ def test_refusals(server: Served) -> None:
     long = "once upon a time " * 100
     assert error_of(server.post("/v1/embeddings", input=long))["code"] == "context_length_exceeded"
     cut = vectors(server, input=long, truncate_prompt_tokens=20)
-    ids = server.post("/tokenize", prompt=long).json()["tokens"][-20:]
-    np.testing.assert_allclose(cut[0], vectors(server, input=ids)[0], atol=1e-5)
+    ids = server.post("/tokenize", prompt=long).json()["tokens"]
+    np.testing.assert_allclose(cut[0], vectors(server, input=ids[:20])[0], atol=1e-5)
+    # What the tokenizer puts before a text stays.
+    cut = vectors(server, input=long, truncate_prompt_tokens=20, truncation_side="left")
+    np.testing.assert_allclose(cut[0], vectors(server, input=[ids[0], *ids[-19:]])[0], atol=1e-5)
+    for fields in ({"text_1": "a", "queries": "b", "text_2": "c"}, {"text_1": "a", "items": "b", "text_2": "c"}):
+        assert "names of the same field" in error_of(server.post("/score", **fields))["message"]
     assert error_of(server.post("/v1/embeddings", input=[]))["param"] == "input"
     assert error_of(server.post("/v1/embeddings", input=["a", 1]))["param"] == "input"
     assert error_of(server.post("/v1/embeddings", input=[10**6]))["code"] == "invalid_value"

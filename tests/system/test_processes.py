@@ -20,8 +20,20 @@ from penstock import LLM, SamplingParams, canary
 from penstock.checkpoint.tensors import find
 from penstock.core import child
 from penstock.core.errors import ConfigError, EngineDeadError
-from penstock.core.plan import Enter, Masks, Move, Proposal, StepPlan, StepResult
-from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Write
+from penstock.core.plan import (
+    Enter,
+    Load,
+    LoadResult,
+    Masks,
+    Move,
+    PageName,
+    Piece,
+    Proposal,
+    Save,
+    StepPlan,
+    StepResult,
+    Write,
+)
 from penstock.core.wire import decoder, encode
 from penstock.engine import layout, remote
 from penstock.engine.remote import RemoteGroup
@@ -81,19 +93,26 @@ def test_two_processes_say_what_one_says(two: LLM) -> None:
         constrained = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[0-9]{6}"})  # type: ignore[arg-type]
         assert tokens(two, constrained) == tokens(one, constrained)
     assert two.info.weight_bytes < 0.6 * one.info.weight_bytes
+    seconds = two.stats().rank_seconds
+    assert len(seconds) == 2 and min(seconds) > 0.5 * max(seconds) > 0
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 2), *(pytest.param(*mesh, marks=pytest.mark.exhaustive)
                                                           for mesh in ((1, 3), (2, 2)))])
 def test_stages_in_processes_say_what_one_process_says(ranks: int, stages: int) -> None:
+    drawn = SamplingParams(temperature=0.8, max_tokens=12, seed=3, logprobs=2, ignore_eos=True)
+    constrained = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[0-9]{6}"})  # type: ignore[arg-type]
     with llm() as one, llm(tensor_parallel_size=ranks, pipeline_parallel_size=stages, max_num_batched_tokens=16) as several:
-        drawn = SamplingParams(temperature=0.8, max_tokens=12, seed=3, logprobs=2, ignore_eos=True)
-        constrained = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[0-9]{6}"})  # type: ignore[arg-type]
         for params in (GREEDY, drawn, constrained):
             assert tokens(several, params) == tokens(one, params)
         assert several.info.weight_bytes < 0.8 * one.info.weight_bytes
-        with pytest.raises(ConfigError, match="speculative decoding is not possible"):
-            llm(pipeline_parallel_size=2, speculate="ngram")
+    # Masks of several positions: with drafts of the worker, and of tokens that the grammar forces.
+    forced = SamplingParams(temperature=0, max_tokens=24, structured_outputs={"regex": "the (red|old) fox (ran|sat) home"})  # type: ignore[arg-type]
+    drafting = {"speculate": "ngram", "draft_policy": "fixed"}
+    with llm() as one, llm(tensor_parallel_size=ranks, pipeline_parallel_size=stages, **drafting) as several:
+        for params in (GREEDY, drawn, constrained, forced):
+            assert tokens(several, params) == tokens(one, params)
+        assert several.stats().accepted_tokens > 0
 
 
 def test_pages_come_back_from_every_ranks_tiers(two: LLM) -> None:
@@ -387,19 +406,28 @@ def test_states_of_any_retention_are_sent() -> None:
     assert decoder(Loaded)(encode(loaded)) == loaded
 
 
-def test_two_machines_serve_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP, with a secret; a rank of the other machine that is lost is noticed, and both start again."""
+def _listening(port: int) -> list[str]:
+    """The addresses at which a TCP port of this computer is listened to, as the kernel writes them."""
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+    return [line[1].partition(":")[0] for line in lines if line[3] == "0A" and int(line[1].partition(":")[2], 16) == port]
+
+
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("pipeline", marks=pytest.mark.exhaustive)])
+def test_two_machines_serve_one_model(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP, with a secret, on the given address alone; a rank of the other machine that is lost is noticed, and both start
+    again. That machine has its place from torchrun's environment variables."""
     monkeypatch.setenv("PENSTOCK_SECRET", "a secret of this test")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", str(port), "--max-model-len", "512", "--device",
-             "cpu", "--dtype", "float32", "--restart", "ranks")
+    flags = (f"--{axis}-parallel-size", "2", "--max-model-len", "512", "--device", "cpu", "--dtype", "float32", "--restart",
+             "ranks")
     with llm() as one:
         wanted = tokens(one)[0]
-    other = Served("canary", *flags, "--node-rank", "1", wait=False)
+    other = Served("canary", *flags, wait=False, fresh=True, environment={
+        "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     try:
-        with served("canary", *flags, wait=False) as server:
+        with served("canary", *flags, "--nnodes", "2", "--master-port", str(port), wait=False) as server:
             server.wait_ready(120)
 
             def answered() -> list[int]:
@@ -407,11 +435,13 @@ def test_two_machines_serve_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
                 return list(found["choices"][0]["token_ids"])
 
             assert answered() == wanted
+            # Where ranks meet, and both sockets of the rank there.
+            assert [_listening(at) for at in (port, port + 3, port + 4)] == [["0100007F"]] * 3
             (rank,) = Path(f"/proc/{other.process.pid}/task/{other.process.pid}/children").read_text().split()
             os.kill(int(rank), signal.SIGSTOP)
             lost = time.monotonic()
             while server.http.get("/health").status_code == 200:
-                assert time.monotonic() - lost < 10
+                assert time.monotonic() - lost < 5.5
                 time.sleep(0.1)
             os.kill(int(rank), signal.SIGKILL)
             until = time.monotonic() + 120

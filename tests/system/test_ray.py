@@ -71,7 +71,7 @@ def test_ranks_on_a_cluster_and_on_another_node_when_theirs_is_lost(cluster: Any
         port = free.getsockname()[1]
     with served("canary", "--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", str(port), "--max-model-len", "512",
                 "--device", "cpu", "--dtype", "float32", "--restart", "ranks", "--distributed-executor-backend", "ray",
-                wait=False) as server:
+                wait=False, fresh=True) as server:
         server.wait_ready(180)
 
         def answered() -> list[int]:

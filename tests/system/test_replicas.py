@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from penstock import LLM
-from penstock.config.options import checked
+from penstock import LLM, LoRARequest
 from penstock.config.resolve import replicas
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, checked
 from penstock.core.errors import ConfigError
 from penstock.core.request import EngineStats, Request, TierStats
 from penstock.core.sampling import SamplingParams
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.replicas import Balancer, together
 from tests.models.families import CASES, make
+from tests.system.adapters import made
 from tests.system.served import served
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -65,9 +66,18 @@ def test_options_of_each() -> None:
 
 
 async def _answers(options: EngineOptions, prompts: list[list[int]]) -> list[list[int]]:
-    """Of the first prompt alone, of all at once, and of the last alone after a pause."""
+    """Of the first prompt alone, of all at once, and of the last alone after a pause. Prompts of odd length have the adapter
+    that is served, if any."""
     llm = AsyncLLM(options)
     await llm.start()
+    make, adapters = llm.inputs.request, [*llm.adapters.values()]
+
+    def adapted(name: str, prompt: dict[str, list[int]], *rest: Any, **more: Any) -> Request:
+        found = make(name, prompt, *rest, **more)
+        found.adapter = adapters[0].digest if adapters and len(prompt["prompt_token_ids"]) % 2 else ""
+        return found
+
+    llm.inputs.request = adapted  # type: ignore[method-assign, assignment]
     try:
         async def one(number: int) -> list[int]:
             *_, last = [found async for found in llm.generate({"prompt_token_ids": prompts[number]}, GREEDY)]
@@ -81,10 +91,14 @@ async def _answers(options: EngineOptions, prompts: list[list[int]]) -> list[lis
         await llm.shutdown()
 
 
-@pytest.mark.parametrize("engines", [2, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (3, 4))])
-def test_engines_that_share_experts_step_together(engines: int, tmp_path: Path) -> None:
-    """Attention by data: each has its own requests, some of the experts, and steps along while it has nothing to do."""
-    case = next(case for case in CASES if case.kind == "Qwen3Moe")
+@pytest.mark.parametrize(("kind", "engines", "tensors"), [
+    ("Qwen3Moe", 2, 1), ("Qwen2Moe", 2, 2),
+    *(pytest.param(*one, marks=pytest.mark.exhaustive)
+      for one in (("Qwen3Moe", 3, 1), ("Qwen3Moe", 4, 1), ("DeepseekV3", 2, 3)))])
+def test_engines_that_share_experts_step_together(kind: str, engines: int, tensors: int, tmp_path: Path) -> None:
+    """Attention by data: each has its own requests, some of the experts, and steps along while it has nothing to do. Several
+    ranks of an engine divide its layers, and the experts with those of the others."""
+    case = next(case for case in CASES if case.kind == kind)
     make(case, tmp_path)
     prompts = [[1, 5, 9, 44, 17, 60, 8], [1, *range(40, 75)], [1, 44], [3, 4, 5], [9] * 70]
     options = EngineOptions(model=str(tmp_path), device="cpu", dtype="float32", threads=1, max_num_seqs=4,
@@ -92,7 +106,8 @@ def test_engines_that_share_experts_step_together(engines: int, tmp_path: Path) 
     with LLM(**dataclasses.asdict(options)) as llm:
         asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         wanted = [list(found.outputs[0].token_ids) for found in llm.generate(asked, GREEDY, use_tqdm=False)]
-    several = dataclasses.replace(options, data_parallel_size=engines, enable_expert_parallel=True, enable_eplb=True,
+    several = dataclasses.replace(options, data_parallel_size=engines, tensor_parallel_size=tensors,
+                                  enable_expert_parallel=True, enable_eplb=True,
                                   eplb_config={"step_interval": 2, "num_redundant_experts": 3})
     assert asyncio.run(_answers(several, prompts)) == [wanted[0], *wanted, wanted[-1]]
 
@@ -113,9 +128,32 @@ def test_tokens_of_long_prompts_go_to_the_engines_of_their_experts(tmp_path: Pat
     assert asyncio.run(_answers(several, prompts)) == [wanted[0], *wanted, wanted[-1]]
 
 
-def test_attention_by_data_is_refused_with_other_axes() -> None:
+def test_engines_that_share_experts_have_adapters(tmp_path: Path) -> None:
+    """Of all but the experts."""
+    case, folder = next(case for case in CASES if case.kind == "Qwen3Moe"), tmp_path / "model"
+    folder.mkdir()
+    make(case, folder)
+    prompts = [[1, 5, 9, 44, 17, 60, 8], [1, *range(40, 75)], [1, 44], [3, 4, 5]]
+    mine = made(tmp_path / "mine", 1, config={"lora_alpha": 60}, modules=("self_attn.q_proj", "self_attn.o_proj"), model=folder)
+    experts = made(tmp_path / "experts", 2, modules=("experts.0.down_proj",), model=folder)
+    options = EngineOptions(model=str(folder), device="cpu", dtype="float32", threads=1, max_num_seqs=4, enable_lora=True,
+                            max_num_batched_tokens=64, max_model_len=128, skip_tokenizer_init=True)
+    with LLM(**dataclasses.asdict(options)) as llm:
+        asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        named = [LoRARequest("mine", 1, str(mine)) if len(prompt) % 2 else None for prompt in prompts]
+        bare, wanted = ([list(found.outputs[0].token_ids) for found in llm.generate(
+            asked, GREEDY, use_tqdm=False, lora_request=adapters)] for adapters in (None, named))
+    assert [one == other for one, other in zip(bare, wanted, strict=True)] == [False, True, True, False]
+    several = dataclasses.replace(options, data_parallel_size=2, enable_expert_parallel=True, lora_modules=[f"mine={mine}"])
+    assert asyncio.run(_answers(several, prompts)) == [wanted[0], *wanted, wanted[-1]]
+    with pytest.raises(ConfigError, match="adapters of experts are not possible"):
+        asyncio.run(_answers(dataclasses.replace(several, lora_modules=[f"experts={experts}"]), prompts))
+
+
+@pytest.mark.parametrize("other", [{"pipeline_parallel_size": 2}, {"context_parallel_size": 2}], ids=str)
+def test_attention_by_data_is_refused_with_other_axes(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="attention is by data"):
-        checked(EngineOptions(data_parallel_size=2, enable_expert_parallel=True, tensor_parallel_size=2))
+        checked(EngineOptions(data_parallel_size=2, enable_expert_parallel=True, **other))
 
 
 def test_statistics_together() -> None:
@@ -162,8 +200,11 @@ def test_two_replicas_serve_and_one_goes_on_alone() -> None:
 
 def _below(pid: int, module: str) -> list[int]:
     """Processes that a process has started to run a module."""
-    return [child for child in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if _parent(child) == pid and module in _command(child)]
+    children = list[int]()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            children += map(int, (thread / "children").read_text().split())
+    return sorted(child for child in children if module in _command(child))
 
 
 def test_replicas_of_several_ranks_do_not_meet_each_other() -> None:
@@ -188,7 +229,7 @@ def test_replicas_of_several_ranks_do_not_meet_each_other() -> None:
         until = time.monotonic() + 60
         while not ranks and time.monotonic() < until:
             ranks = [rank for rank in _below(first, "penstock.worker.process") if rank not in known]
-            time.sleep(0.02)
+            time.sleep(0.005)
         os.kill(ranks[0], signal.SIGKILL)
         check()
         until = time.monotonic() + 240
@@ -196,14 +237,6 @@ def test_replicas_of_several_ranks_do_not_meet_each_other() -> None:
             time.sleep(0.1)
         assert "lost while it started" in server.log and "1 of 2 replicas have started again" in server.log
         check()
-
-
-def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def _command(pid: int) -> str:

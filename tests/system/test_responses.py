@@ -193,6 +193,8 @@ def test_structure_and_probabilities(client: openai.OpenAI) -> None:
     ({"tools": [{"type": "web_search"}]}, "tools"), ({"prompt": {"id": "p"}}, "prompt"), ({"colour": 1}, "colour"),
     ({"previous_response_id": "a", "conversation": "b"}, "previous_response_id"), ({"max_output_tokens": 5000}, None),
     ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "id"), ({"model": "other"}, "model"),
+    ({"input": [{"role": "user", "content": "a", "id": []}]}, "input"), ({"input": [{"type": {}, "content": "a"}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": ["a"]}]}, "input"), ({"input": [{"role": 5, "content": "a"}]}, "input"),
 ])
 def test_refusals(server: Served, body: dict[str, Any], param: str | None) -> None:
     answer = server.post("/v1/responses", **{"model": NAME, "input": PLAIN, **body})

@@ -102,7 +102,13 @@ def test_the_schema() -> None:
     assert form["required"] == ["file", "purpose"] and form["properties"]["file"]["format"] == "binary"
     answer = openly["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert answer["application/json"]["schema"]["$ref"].endswith("/ChatCompletion")
-    assert answer["text/event-stream"]["schema"]["$ref"].endswith("/Chunk")
+    event, failed = answer["text/event-stream"]["schema"]["anyOf"]
+    assert event["$ref"].endswith("/Chunk") and failed["$ref"].endswith("/Error"), "a stream may end with an error"
+    binary = {path for path, methods in openly["paths"].items() for one in methods.values()
+              if "application/octet-stream" in one["responses"]["200"]["content"]}
+    assert binary == {"/v1/embeddings", "/pooling", "/v1/pooling", "/invocations", "/v1/files/{file}/content"}
+    assert "application/x-ndjson" in openly["paths"]["/api/chat"]["post"]["responses"]["200"]["content"]
+    assert "text/event-stream" in openly["paths"]["/v1/responses/{response}"]["get"]["responses"]["200"]["content"]
     sources = openly["paths"]["/kv_event_sources"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     assert sources["type"] == "array" and sources["items"]["type"] == "object"
     assert "post" in openly["paths"]["/ping"] and "/v1/tokenize" in openly["paths"] and "/invocations" in openly["paths"]

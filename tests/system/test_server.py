@@ -18,8 +18,7 @@ import pytest
 
 from tests.data import MODELS, TRAINED, need
 from tests.sampling import sampled
-from tests.system.fakes import NAME as FAKE
-from tests.system.fakes import SLOW
+from tests.system.fakes import NAME as FAKE, SLOW
 from tests.system.served import NAME, Served, error_of, served
 
 STORIES = MODELS / "stories260k"
@@ -198,7 +197,7 @@ def test_a_start_that_the_engine_refuses() -> None:
 
 
 def test_probes_while_loading() -> None:
-    server = Served(need(STORIES), wait=False)
+    server = Served(need(STORIES), wait=False, fresh=True)
     try:
         # It listens before it loads, on a port that it prints only when it is ready; ask the system for it.
         answer = ask_early(server)
@@ -229,7 +228,7 @@ def handles(server: Served, number: int) -> bool:
 
 
 def test_a_signal_while_loading() -> None:
-    server = Served(need(STORIES), wait=False)
+    server = Served(need(STORIES), wait=False, fresh=True)
     try:
         wait_for(lambda: "loading" in server.log and handles(server, signal.SIGTERM))
         server.signal()
@@ -288,7 +287,7 @@ def test_a_drain_has_an_end() -> None:
 
 @pytest.mark.serial
 def test_a_second_signal_ends_at_once() -> None:
-    with served(need(STORIES), engine=FAKE) as server:
+    with served(need(STORIES), engine=FAKE, fresh=True) as server:
         engine = server.engine_pid
         lines: list[str] = []
         thread = stream_in_a_thread(server, 500, lines)
@@ -311,7 +310,7 @@ def alive(pid: int) -> bool:
 
 
 def test_the_engine_goes_when_its_parent_does() -> None:
-    with served(need(STORIES), engine=FAKE) as server:
+    with served(need(STORIES), engine=FAKE, fresh=True) as server:
         engine = server.engine_pid
         server.process.kill()
         wait_for(lambda: not alive(engine))

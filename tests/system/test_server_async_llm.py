@@ -15,8 +15,7 @@ import pytest
 from penstock import AsyncLLM, SamplingParams
 from penstock.core.errors import ConfigError, EngineDeadError, RequestError
 from tests.data import MODELS, need
-from tests.system.fakes import NAME as FAKE
-from tests.system.fakes import SLOW
+from tests.system.fakes import NAME as FAKE, SLOW
 from tests.system.served import ROOT
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)

@@ -6,6 +6,7 @@ sent in all, the hand-written ones included).
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -208,6 +209,12 @@ def test_parameters_that_leave_no_token(server: Served) -> None:
     for more in ({"min_tokens": 2}, {"stop_token_ids": [403], "min_tokens": 1, "allowed_token_ids": [403, 2]}):
         answer = server.post(COMPLETIONS, **{"prompt": "Once", "max_tokens": 4, "allowed_token_ids": [2], **more})
         assert answer.status_code == 400 and error_of(answer)["param"] == "allowed_token_ids"
+
+
+def test_encoded_bodies_are_refused_by_name(server: Served) -> None:
+    answer = server.http.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "a"}'),
+                              headers={"Content-Type": "application/json", "Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and "encoded as 'gzip'" in error_of(answer)["message"]
 
 
 def test_routes_methods_and_types(server: Served) -> None:

@@ -20,7 +20,8 @@ def test_systemd_is_told(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(20)
-        with served(need(MODELS / "stories260k"), environment={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as server:
+        with served(need(MODELS / "stories260k"), environment={"NOTIFY_SOCKET": str(tmp_path / "notify")},
+                    fresh=True) as server:
             ready = manager.recv(1000).decode().splitlines()
             assert ready[0] == "READY=1" and f"MAINPID={server.process.pid}" in ready and server.url in ready[1]
             server.signal()

@@ -24,9 +24,9 @@ from penstock.config.schema import EngineOptions
 from penstock.config.speculation import Speculation, speculation
 from penstock.core.errors import ConfigError
 from penstock.core.plan import StepPlan
-from penstock.core.request import EngineStats, Request
-from penstock.core.sequence import Sequence
+from penstock.core.request import EngineStats, Request, Sequence
 from penstock.core.steptime import StepTime
+from penstock.engine.engine import Engine
 from penstock.layers.decoder import Decoder
 from penstock.scheduler.drafting import Adaptive
 from penstock.worker.drafters.head import Head
@@ -91,6 +91,20 @@ def test_drafts_made_ahead_are_those_made_in_turn_and_mostly_there() -> None:
             assert (stats.accepted_tokens, stats.drafted_tokens) == (expected.accepted_tokens, expected.drafted_tokens), asked
         assert stats.ahead_tries > 200 and stats.ahead_hits > 0.75 * stats.ahead_tries
         assert constrained(ahead) == constrained(plain)
+
+
+@pytest.mark.parametrize("config", [{"model": DRAFT}, {"model": EAGLE}, {"model": DRAFT, "ahead": 2, "device": "cpu"}], ids=str)
+def test_a_rank_that_is_kept_drafts_again(config: dict[str, Any]) -> None:
+    """As after the loss of another rank: its worker ends and another begins, its weights stay."""
+    with opened(speculative_config={**config, **FIXED}) as llm:
+        found = []
+        for _ in range(2):
+            said, stats = answers(llm)
+            found.append((said, stats.drafts, stats.accepted_tokens))
+            llm.engine.executor.close()
+            llm.engine.rank.leave("")  # type: ignore[union-attr]
+            llm.engine = Engine(llm.engine.options, rank=llm.engine.rank)
+        assert found[0] == found[1] and found[0][2] > 100
 
 
 @pytest.mark.parametrize(("other", "message"), [
@@ -183,6 +197,19 @@ def test_the_draft_model_of_canary_is_right_as_often_as_its_card_says() -> None:
 
 
 @pytest.mark.parametrize("draft", [DRAFT, EAGLE], ids=["model", "eagle3"])
+def test_log_probabilities_end_with_the_answer(draft: str) -> None:
+    """An answer of any length ends within drafts that the target would keep: with its first token, too."""
+    with opened() as plain, opened(speculative_model=draft, **FIXED) as drafting:
+        for most in range(1, 8):
+            params = SamplingParams(temperature=0, max_tokens=most, logprobs=1)
+            for one, other in zip(*(llm.chat([item.messages for item in ITEMS], params, use_tqdm=False)
+                                    for llm in (plain, drafting)), strict=True):
+                wanted, found = one.outputs[0], other.outputs[0]
+                assert found.token_ids == wanted.token_ids and len(found.logprobs or ()) == len(found.token_ids), most
+                assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=0.05)
+
+
+@pytest.mark.parametrize("draft", [DRAFT, EAGLE], ids=["model", "eagle3"])
 def test_a_prefix_hit_has_the_drafters_entries_too(draft: str) -> None:
     with opened(speculative_model=draft, **FIXED) as llm:
         first, once = answers(llm)
@@ -243,6 +270,22 @@ def test_constrained_answers_are_drafted_for_and_equal(options: dict[str, Any]) 
         assert stats.accepted_tokens > before and stats.steps - steps < 20
 
 
+@pytest.mark.parametrize("options", [
+    {"speculative_model": DRAFT, "num_speculative_tokens": 9},
+    {"speculative_config": {"model": DRAFT, "speculative_eagle_topk": 3, "speculative_num_steps": 3}}], ids=["chain", "tree"])
+def test_budgets_of_thinking_end_within_drafts(options: dict[str, Any]) -> None:
+    """Drafts beyond the budget, which its forced end or the model's own ends before; of one token and of two."""
+    with opened() as plain, opened(**options, draft_policy="fixed") as drafting:
+        said = [tokens for tokens, _, _ in answers(plain, ignore_eos=True)[0]]
+        for end in ([300], [300, 301], said[0][3:4], said[0][3:5], said[-1][5:6]):
+            for budget in (0, 2, 5, 8):
+                asked = {"reasoning_end_ids": end, "max_thinking_tokens": budget, "ignore_eos": True, "max_tokens": 30}
+                assert answers(drafting, **asked)[0] == answers(plain, **asked)[0], asked
+                # Thinking begins within drafts.
+                asked["reasoning_start_ids"] = said[-1][2:3]
+                assert answers(drafting, **asked)[0] == answers(plain, **asked)[0], asked
+
+
 def test_masks_of_ranks_in_processes_know_the_drafts() -> None:
     with opened(tensor_parallel_size=2) as plain, opened(speculate="ngram", tensor_parallel_size=2, **FIXED) as drafting:
         assert constrained(drafting) == constrained(plain)
@@ -257,6 +300,8 @@ def test_options_in_vllms_spelling() -> None:
     assert asked(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2) == Speculation("ngram", None, 3, 2, 2)
     assert asked(model="x", num_speculative_tokens=7) == Speculation("auto", "x", 7)
     assert asked(method="deepseek_mtp", num_speculative_tokens=1) == Speculation("mtp", None, 1)
+    assert asked(method="qwen3_next_mtp", num_speculative_tokens=2) == Speculation("mtp", None, 2)
+    assert asked(method="ngram_gpu", rejection_sample_method="standard", use_heterogeneous_vocab=True) == Speculation("ngram")
     assert asked(method="eagle3", model="x") == Speculation("eagle3", "x")
     assert asked(model="[ngram]", prompt_lookup_min=6) == Speculation("ngram", longest=16, shortest=6)
     assert asked(model="[ngram]", prompt_lookup_min=20) == Speculation("ngram", longest=20, shortest=20)

@@ -149,6 +149,16 @@ def test_a_constrained_answer_does_not_end_within_its_thinking(llm: LLM) -> None
     assert ids[0] == end and re.fullmatch("[0-9]{3}-[0-9]{4}", tokenizer.decode(ids[1:]))
 
 
+def test_forced_text_does_not_end_an_answer_that_must_go_on(llm: LLM) -> None:
+    """The place behind forced tokens is chosen in the step that verifies them, and is held back by min_tokens as any other."""
+    asked = StructuredOutputsParams(regex="the (red|old) fox (ran|sat) home(, and then it slept)*")
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=30, min_tokens=12, structured_outputs=asked, n=4)
+        for text in ("Who ran home?", "Repeat after me: the red fox ran home", "What is 2 + 2?"):
+            for found in llm.chat([{"role": "user", "content": text}], params, use_tqdm=False)[0].outputs:
+                assert len(found.token_ids) >= 12, found.text
+
+
 @pytest.mark.parametrize("route", [{}, {"depth": 1}], ids=str)
 def test_thinking_that_the_model_begins(route: dict[str, Any]) -> None:
     """The budget counts from the model's own marker, wherever that is; a constrained answer may begin with it."""

@@ -27,15 +27,15 @@ from penstock.cache.keys import chain
 from penstock.checkpoint import Fingerprint, sample
 from penstock.cli.main import main
 from penstock.config.schema import EngineOptions
-from penstock.core.layout import lay_out
+from penstock.core.plan import PageName
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
-from penstock.core.transfer import PageName
+from penstock.core.state import lay_out
 from penstock.engine import tiers
 from penstock.engine.engine import Engine
 from penstock.stores import Store
 from penstock.stores.opening import open_stores
-from penstock.worker.reading import PageReader
+from penstock.worker.movers import PageReader
 from tests.data import MODELS, need
 
 FAULTY = int(os.environ.get("PENSTOCK_TEST_FAULTY_REQUESTS", "300"))

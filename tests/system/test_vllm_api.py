@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def test_tokens_in_and_out(server: Served) -> None:
     ({"token_ids": []}, "token_ids"), ({"token_ids": [1], "sampling_params": {"colour": 1}}, "sampling_params"),
     ({"token_ids": [1], "sampling_params": {"stop": ["a"], "detokenize": False}}, "sampling_params"),
     ({"token_ids": [10**6]}, "prompt"), ({"token_ids": [1], "features": {}}, "features"),
+    ({"token_ids": [1], "sampling_params": {"model": "stories"}}, "sampling_params"),
+    ({"token_ids": [1], "sampling_params": {"echo": True}}, "sampling_params"),
 ])
 def test_refused_generations(server: Served, body: dict[str, Any], param: str) -> None:
     assert (error_of(server.post("/inference/v1/generate", **body))["param"] or "").startswith(param)
@@ -245,7 +248,7 @@ def test_refused_routes(server: Served) -> None:
 
 @pytest.mark.parametrize("more", [(), ("--tensor-parallel-size", "2")])
 def test_profiles(more: tuple[str, ...], tmp_path: Path) -> None:
-    """A trace of each rank has the operations of the steps between, and no others."""
+    """A trace with rows of each rank has the operations of the steps between, and no others."""
     with served("canary", "--torch-profiler-dir", str(tmp_path / "traces"), "--max-model-len", "64", *more) as server:
         answer = server.post("/stop_profile")
         assert answer.status_code == 400 and "/start_profile" in error_of(answer)["message"]
@@ -254,10 +257,16 @@ def test_profiles(more: tuple[str, ...], tmp_path: Path) -> None:
             assert server.post("/start_profile").json() == {"success": True}
             assert server.post("/v1/completions", prompt="Once", max_tokens=tokens, ignore_eos=True).status_code == 200
             paths = server.post("/stop_profile").json()["traces"]
-            assert len({*paths}) == (2 if more else 1)
-            for path in paths:
-                names = [str(event.get("name")) for event in json.loads(Path(path).read_text())["traceEvents"]]
-                operations.append(sum(name.startswith("aten::") for name in names))
+            assert len(paths) == 1 and [str(path) for path in (tmp_path / "traces").iterdir()].count(paths[0]) == 1
+            events = json.loads(Path(paths[0]).read_text())["traceEvents"]
+            times = defaultdict[int, list[float]](list)
+            for event in events:
+                if event["name"].startswith("aten::"):
+                    times[event["pid"]].append(event["ts"])
+            labels = {event["args"]["labels"]: event["pid"] for event in events if event["name"] == "process_labels"}
+            ranks = [labels[name] for name in (["rank 0", "rank 1"] if more else ["CPU"])]
+            assert {*ranks} == {*times} and max(map(min, times.values())) < min(map(max, times.values())), "one time line"
+            operations += [len(times[rank]) for rank in ranks]
         half = len(operations) // 2
         assert all(0 < 2 * few < many for few, many in zip(operations[:half], operations[half:], strict=True)), operations
         assert server.post("/v1/completions", prompt="Once", max_tokens=2).status_code == 200

@@ -54,6 +54,17 @@ def test_the_pods_of_several_machines_validate() -> None:
         validator.validate(pod, "1.31", strict=True)
 
 
+def test_the_set_of_machines_has_known_fields() -> None:
+    """The fields are those of LeaderWorkerSet's v1: Kubernetes drops one that it does not know, in silence."""
+    yaml = pytest.importorskip("yaml")
+    whole = yaml.safe_load((DEPLOY / "leaderworkerset" / "penstock.yaml").read_text())
+    assert (whole["apiVersion"], whole["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    spec, template = whole["spec"], whole["spec"]["leaderWorkerTemplate"]
+    assert spec.keys() <= {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
+    assert {"size", "workerTemplate"} <= template.keys() <= {"leaderTemplate", "workerTemplate", "size", "restartPolicy"}
+    assert template["restartPolicy"] in {"RecreateGroupOnPodRestart", "None"}
+
+
 def commands() -> list[list[str]]:
     """The words after `penstock serve` in each of the files."""
     found = []

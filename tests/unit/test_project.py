@@ -117,7 +117,7 @@ def test_every_third_party_import_is_a_dependency() -> None:
     known.add("triton")  # comes with torch's builds for GPUs; only modules of kernels import it, and those only where it is
     known.add("transformers")  # the extra `fallback` (decision 0141), imported late by models/fallback.py and layers/foreign.py
     known.add("ray")  # the extra `ray` (decision 0240), imported late by engine/raycluster.py
-    known.add("opentelemetry")  # the extra `otel` (decision 0154), imported late by server/tracing.py
+    known.add("opentelemetry")  # the extra `otel` (decision 0154), imported late by server/access.py
     known |= {"grpc", "grpc_health", "grpc_reflection", "google"}  # the extra `grpc` (decision 0234), in server/kserve/ alone
     for path in sources():
         for imported in imports(path):

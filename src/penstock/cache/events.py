@@ -25,18 +25,14 @@ class Sink(Protocol):
 
     def stored(self, group: int, tier: str, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int], salt: str,
                adapter: str) -> None:
-        """Consecutive whole pages with these keys and, concatenated, these tokens can be found in `tier` (device, host, disk,
-        remote). `parent` is the key of the page before the first, None at the start of a context. Tokens are as the index
-        knows them: negative where a medium is (`cache/media.py`)."""
-        ...
+        """Consecutive whole pages with these keys and tokens, concatenated, can be found in `tier` (device, host, disk,
+        remote). `parent`: the key before the first, None at a context's start. Media are negative tokens (`cache/media.py`)."""
 
     def removed(self, group: int, tier: str, keys: Sequence[Key]) -> None:
         """These pages can no longer be found in `tier`."""
-        ...
 
     def cleared(self) -> None:
         """The whole cache was cleared, in every tier."""
-        ...
 
 
 Hash = bytes | int
@@ -55,8 +51,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[Any] | None] | None = None
-    """One entry per page: adapter and salt, if any, on the first page of a context, and on each page the hexadecimal digests of
-    the media in it."""
+    """Of each page: adapter and salt, if any, on a context's first, and the hexadecimal digests of its media."""
     group_idx: int | None = None
     """The index of the cache group, for models with several groups (layers that retain different parts of the context)."""
     kv_cache_spec_kind: str | None = None
@@ -93,8 +88,7 @@ class Group(msgspec.Struct):
 
 
 class Journal:
-    """Queues events in order until they are taken. The first event is AllBlocksCleared, because a subscriber may still know the
-    pages of an earlier engine."""
+    """Queues events in order until taken. The first is AllBlocksCleared, as a subscriber may know an earlier engine's pages."""
 
     def __init__(self, page: int, groups: Sequence[Group] = (Group(),), numbers: bool = False) -> None:
         """`page` is the page size in tokens. With `numbers`, block hashes are 64-bit integers instead of bytes."""
@@ -136,8 +130,7 @@ class Journal:
         return events
 
     def _with_placeholders(self, tokens: Sequence[int], extra: list[list[Any]]) -> Sequence[int]:
-        """The token ids as a client sends them: media words become placeholder tokens, and the digests of the media are
-        appended to `extra` of their page."""
+        """Token ids as clients send them: placeholders for media words, whose digests are appended to their page's `extra`."""
         if not any(token < 0 for token in tokens):
             return tokens
         plain = list(tokens)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from penstock.cache.prefix import TOKEN, Account, Node, Prefix
-from penstock.core.layout import CacheLayout
 from penstock.core.request import DEFAULT_PRIORITY
+from penstock.core.state import CacheLayout
 
 
 class Policy:
@@ -256,8 +256,7 @@ class Evictor:
                 self._own.setdefault(id(node.label.account), _Candidates(self)).push(node)
 
     def loosen(self, group: int, places: list[tuple[int, int]], node: Node) -> None:
-        """Queues kept pages of a `bounded` group that have no holder any more, given as (block from the root, page). Each page
-        is in `node` or in one of its ancestors."""
+        """Queues kept pages of a `bounded` group without holders: (block from the root, page), in `node` or its ancestors."""
         for block, page in places:
             self._loose[group, page] = block, node
             self._loose.move_to_end((group, page))

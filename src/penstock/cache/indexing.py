@@ -1,12 +1,10 @@
 """Inserts computed pages into the prefix index: whole pages while a sequence runs, the partial last page when it ends."""
 
 from penstock.cache.eviction import Evictor
-from penstock.cache.lookup import Lookup
 from penstock.cache.pool import Pools
-from penstock.cache.prefix import TOKEN, Node
+from penstock.cache.prefix import TOKEN, Lookup, Node
 from penstock.cache.sequence_state import SequenceState, packed, state_of, words
-from penstock.core.request import Span
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence, Span
 
 
 class Indexer:

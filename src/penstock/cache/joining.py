@@ -1,11 +1,10 @@
 """In-flight prefix sharing: a request waits for a running one that is prefilling the same prefix instead of prefilling it too.
 
-A leader is a running sequence with prompt tokens left to prefill. A follower waits, without batch row or pages, until its
-leader has computed the shared prefix, has ended or was preempted; then it matches the prefix cache as usual. Leaders never
-wait, so there is no deadlock."""
+A leader is a running sequence that still prefills. A follower waits, without batch row or pages, until its leader has computed
+the shared prefix, ended or was preempted; then it matches the cache as usual. Leaders never wait: no deadlock."""
 
 from penstock.cache.prefix import TOKEN, common
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 
 Begin = tuple[str, str, bytes]
 """Adapter, salt and the tokens of the first page."""

@@ -40,17 +40,15 @@ def root(model: str, adapter: str = "", salt: str = "") -> Key:
 
 
 def chain(parent: Key, tokens: Sequence[int], page: int) -> list[Key]:
-    """The keys of the whole pages of `tokens`; `parent` is the key before the first. A key is the BLAKE2b-256 of its parent key
-    and the page's tokens (`packed`)."""
+    """The keys of the whole pages of `tokens` behind `parent`: the BLAKE2b-256 of parent key and page's tokens (`packed`)."""
     return links(parent, packed(tokens), page)
 
 
 def links(parent: Key, data: bytes | bytearray, page: int) -> list[Key]:
     """`chain` for tokens that are `packed` already, with words in place of media (`cache/media.py`). About 0.7 us per page.
 
-    A page with media is hashed with its placeholder tokens, followed by an entry for each run of positions of one medium: the
-    run's first position in the page and its length, 4 bytes each, little-endian, then the medium's digest prefixed with its
-    length as 8 bytes."""
+    A page with media is hashed with its placeholder tokens, then an entry for each run of one medium's positions: its first
+    position in the page and its length, 4 bytes each, little-endian, then the medium's digest behind its length as 8 bytes."""
     width, keys = page * _TOKEN_BYTES, []
     mixed = bool((np.frombuffer(data, np.int32) < 0).any())
     for start in range(0, len(data) - width + 1, width):

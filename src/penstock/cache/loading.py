@@ -10,15 +10,13 @@ import numpy as np
 
 from penstock.cache import keys
 from penstock.cache.eviction import Evictor
-from penstock.cache.keys import Key
-from penstock.cache.lookup import Lookup
 from penstock.cache.pool import Pools
-from penstock.cache.prefix import TOKEN, Node
+from penstock.cache.prefix import TOKEN, Lookup, Node
 from penstock.cache.sequence_state import packed, state_of
 from penstock.cache.tiers import Content
 from penstock.cache.tiers.hierarchy import Hierarchy
-from penstock.core.sequence import Sequence
-from penstock.core.transfer import LoadResult
+from penstock.core.plan import LoadResult
+from penstock.core.request import Sequence
 
 
 class _Load(NamedTuple):
@@ -32,7 +30,7 @@ class _Load(NamedTuple):
     """The tokens of all blocks up to the last loaded one."""
     pages: list[list[int]]
     """For each group the page of each block, loaded or already on the device; -1 where none is needed."""
-    blocks: dict[tuple[int, Key], int]
+    blocks: dict[tuple[int, keys.Key], int]
     """The block of each loaded page, by group and key."""
     waiting: list[Sequence]
     gain: dict[str, int]
@@ -49,7 +47,7 @@ class Loading:
         self.pools = pools
         self.tiers = tiers
         self._loads: dict[int, _Load] = {}
-        self._tickets: dict[tuple[int, Key], int] = {}
+        self._tickets: dict[tuple[int, keys.Key], int] = {}
         """(group, key) of a page in flight -> the ticket of its load."""
 
         self._stale: set[int] = set()
@@ -103,7 +101,7 @@ class Loading:
         deepest = found.trail.nodes[-1] if found.trail.nodes else root
         return self._start(sequence, deepest, data, device, wanted, held, upto - found.reach)
 
-    def _everywhere(self, device: list[list[int]], names: list[Key], blocks: int) -> list[list[int]]:
+    def _everywhere(self, device: list[list[int]], names: list[keys.Key], blocks: int) -> list[list[int]]:
         """For each group, by page index: a number >= 0 if the page is on the device or in any tier, else -1."""
         everywhere = []
         for g, shift in enumerate(self.lookup.shift):
@@ -150,8 +148,7 @@ class Loading:
         if ticket is None:
             self._let_go(deepest, pages)
             return None
-        sources = self.tiers.source(ticket)
-        gain = {tier: positions * count // len(contents) for tier, count in sources.items()}
+        gain = {tier: positions * count // len(contents) for tier, count in self.tiers.source(ticket).items()}
         places = {(g, state.keys[i + shift[g]]): i + shift[g] for g, i in wanted}
         namespace = request.namespace, request.salt, request.tenant
         self._loads[ticket] = _Load(namespace, deepest, data[:blocks * page * TOKEN], pages, places, [sequence], gain)
@@ -168,8 +165,7 @@ class Loading:
         self.evictor.offer(deepest)
 
     def land(self, result: LoadResult) -> int:
-        """Processes a finished load: adds its pages to the index, up to the first lost block, and wakes the waiting sequences.
-        Returns the number of bytes loaded."""
+        """Adds a finished load's pages to the index up to the first lost block, and wakes who waits; returns its bytes."""
         load = self._loads.pop(result.ticket)
         for name in load.blocks:
             del self._tickets[name]

@@ -3,10 +3,9 @@
 Every method succeeds completely or changes nothing. Block table edits, page copies and transfers are collected here until
 `drain` moves them into the plan being made. As plans execute in order, a page that one reads may be reallocated by the next.
 
-Ownership: `pool` counts the live sequences that hold a page and records whether the prefix index keeps it. The index keeps the
-whole pages of a running sequence as soon as their tokens are committed (`commit`), and its partial last page when it ends
-(`release`). A page that is kept, or has two holders, is never written in place: `grow` copies it first (copy-on-write). That is
-why a match may end inside a page."""
+Ownership: `pool` counts the live sequences that hold a page and whether the prefix index keeps it: a running sequence's whole
+pages once their tokens are committed (`commit`), its partial last page when it ends (`release`). A page that is kept, or has
+two holders, is never written in place: `grow` copies it first (copy-on-write). So a match may end inside a page."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -20,18 +19,14 @@ from penstock.cache.eviction import POLICIES, Evictor
 from penstock.cache.indexing import Indexer
 from penstock.cache.joining import Joining
 from penstock.cache.loading import Loading
-from penstock.cache.lookup import Lookup
 from penstock.cache.news import News
 from penstock.cache.pool import Pools
-from penstock.cache.prefix import Node, Prefix
+from penstock.cache.prefix import Lookup, Node, Prefix
 from penstock.cache.sequence_state import SequenceState, packed, state_of
 from penstock.cache.tiers.hierarchy import Hierarchy
-from penstock.core.layout import CacheLayout
-from penstock.core.plan import Move, StepPlan
-from penstock.core.request import TierStats
-from penstock.core.sequence import PageRun, Sequence
-from penstock.core.state import Snapshot
-from penstock.core.transfer import LoadResult, WriteResult
+from penstock.core.plan import LoadResult, Move, StepPlan, WriteResult
+from penstock.core.request import PageRun, Sequence, TierStats
+from penstock.core.state import CacheLayout, Snapshot
 
 POLICY = "adaptive"
 """The default eviction policy (`cache/eviction.py`); chosen by bench/cache_replay.py."""
@@ -48,7 +43,7 @@ class Reuse(Enum):
     PAGES = 2
     """Reuse whole pages only, so that no page must be copied."""
     NOTHING = 3
-    """Match nothing and keep nothing: the sequence then needs no more pages than `core/layout.py::CacheLayout.pages_for`."""
+    """Match nothing and keep nothing: the sequence then needs no more pages than `core/state.py::CacheLayout.pages_for`."""
 
 
 class Cache:
@@ -208,8 +203,7 @@ class Cache:
         return True
 
     def _take(self, sequence: Sequence, upto: int, certain: bool) -> list[tuple[list[int], bool]] | None:
-        """Allocates the new pages of each group; the flag is True if the last one is the target of a copy-on-write. None, with
-        nothing allocated, if there is no room."""
+        """Allocates each group's new pages; True: the last is a copy-on-write's target. None, with nothing taken: no room."""
         start, page, found = sequence.planned, self.layout.page, list[tuple[list[int], bool]]()
         for g in range(len(self._keeps)):
             self._drop_behind(g, sequence, start - sequence.slack, certain)
@@ -301,8 +295,7 @@ class Cache:
                     self._edits[g] += (sequence.row, i, run.ids[i])
 
     def count_hit(self, sequence: Sequence) -> dict[str, int]:
-        """Called once, when a sequence gets its first batch row. Counts one more use of the matched nodes, and returns how many
-        of its `planned` positions came from each tier."""
+        """Called once, at a sequence's first row: counts a use of the matched nodes; returns `planned` positions by tier."""
         state, left, found = state_of(sequence), sequence.planned, dict[str, int]()
         node = state.node
         while node is not None:
@@ -327,9 +320,8 @@ class Cache:
             self._indexer.add(sequence)
 
     def fork(self, parent: Sequence, child: Sequence, upto: int) -> int:
-        """Shares the parent's pages of positions [0, upto) with the child; a page is copied only when one of them writes to it.
-        Returns the position where the child continues: `upto`, or 0 for models with snapshot state, which cannot be rewound;
-        the child then matches like any other sequence."""
+        """Shares the parent's pages of positions [0, upto) with the child; one is copied when either writes to it. Returns
+        where the child continues: `upto`, or 0 for snapshot states, which cannot be rewound: it then matches as any."""
         if self.exact:
             return 0
         pages = -(-upto // self.layout.page)

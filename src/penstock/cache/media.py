@@ -59,8 +59,7 @@ _WORDS = _Words()
 
 
 def put(words: bytearray, start: int, media: list[Medium], tokens: list[int]) -> None:
-    """Replaces placeholders in `words` by the words of the media. `words` are the int32 tokens of the positions from `start`
-    on; `tokens` are all tokens of the context."""
+    """Replaces placeholders in `words`, int32 tokens from position `start` on, by the media's; `tokens`: the context's."""
     view: npt.NDArray[np.int32] = np.frombuffer(words, np.int32)
     end = start + len(view)
     for medium in media:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.layout import CacheLayout
+from penstock.core.state import CacheLayout
 
 _MANY = 24
 """Above this number of pages, numpy updates the counts faster than a Python loop."""

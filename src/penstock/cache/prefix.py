@@ -1,19 +1,23 @@
 """The prefix index: a radix tree over pages of tokens that maps contexts to their cached pages. It moves no bytes.
 
-A node holds a run of tokens, shared by all contexts through it, in blocks of one page each, and for each cache group the page
-of each block. Edges are compressed: a node is split only where contexts branch. Only a leaf may end inside a page: its single
-block is the partial last page of a context, and it is matched token by token."""
+A node holds a run of tokens of all contexts through it, in blocks of a page each, and each block's page of each cache group.
+Nodes are split only where contexts branch. Only a leaf may end inside a page, and that block is matched token by token.
+
+`Lookup` finds the cached pages of a context, and the longest prefix from which the context can continue: the largest n at which
+every cache group has the pages it needs (`reach`). It depends only on retention, so full attention, sliding windows, chunked
+attention, recurrent snapshots, draft heads and every mixture of them follow the same rule."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.cache import keys
-from penstock.cache.keys import Key
 from penstock.cache.pool import Pools
 from penstock.core.request import DEFAULT_PRIORITY
+from penstock.core.state import CacheLayout, Everything, Retention
 
 TOKEN = 4
 """Bytes of a token in `Node.tokens`."""
@@ -40,7 +44,7 @@ class Node:
         self.order: list[bytes] = []
         """The keys of `children`, sorted, so that the child with the longest common prefix is a neighbour."""
         self.label = label
-        self.keys: list[Key] = []
+        self.keys: list[keys.Key] = []
         """Content keys of its first blocks; computed lazily."""
         self.author: object = None
         """The sequence that is extending it; no other sequence may extend it in place."""
@@ -359,7 +363,7 @@ class Prefix:
                 at.until = now + at.seconds
             at = at.parent
 
-    def key(self, node: Node, block: int) -> Key:
+    def key(self, node: Node, block: int) -> keys.Key:
         """The content key of the context up to the end of a block; for block -1, up to the start of the node."""
         if block < 0:
             return self.key(node.parent, node.parent.blocks - 1) if node.parent is not None else self.root_key(node)
@@ -369,7 +373,7 @@ class Prefix:
             node.keys += keys.links(parent, tokens, self.page)
         return node.keys[block]
 
-    def root_key(self, root: Node) -> Key:
+    def root_key(self, root: Node) -> keys.Key:
         """The parent key of the first page in a namespace."""
         assert self.model is not None, "the weights have no name yet"
         return keys.root(self.model, root.label.adapter, root.label.salt)
@@ -409,3 +413,91 @@ def common(data: bytes | bytearray, at: int, other: bytes | bytearray) -> int:
     differs = np.frombuffer(data, np.int32, size, at) != np.frombuffer(other, np.int32, size)
     first = int(differs.argmax()) if size else 0
     return (first if size and differs[first] else size) * TOKEN
+
+
+Places = npt.NDArray[np.int32]
+"""Shape [pages], for one group: the page id of each page-sized range of positions, -1 where there is no page."""
+
+
+class CacheMatch(NamedTuple):
+    """The cached part of a context."""
+
+    reach: int
+    """The length of the longest prefix from which every cache group can continue."""
+    places: list[list[int]]
+    """For each group the page ids along the path, by page index; -1 where there is no page."""
+    trail: Trail
+
+
+class Lookup:
+    """Read-only queries of the prefix index."""
+
+    def __init__(self, index: Prefix, layout: CacheLayout) -> None:
+        self.index = index
+        self.page = layout.page
+        self.keeps = [group.keep for group in layout.groups]
+        self.simple = all(keep == Everything() for keep in self.keeps)
+        self.shift = [-(-keep.ahead // layout.page) for keep in self.keeps]
+        """For each group: its page i depends on tokens up to block i + shift of the tree, so it is stored in that block."""
+
+    def find(self, root: Node | None, packed: bytearray, limit: int) -> CacheMatch:
+        """Looks a context up. Its prefix may be at most `limit` positions long."""
+        trail = self.index.walk(root, packed) if root is not None else Trail([], [], 0)
+        places: list[list[int]] = []
+        for g, shift in enumerate(self.shift):
+            ids: list[int] = []
+            for node, blocks in zip(trail.nodes, trail.blocks, strict=True):
+                ids += node.pages[g][:blocks]
+            places.append(ids[shift:])
+        return CacheMatch(self.continues(places, trail, limit), places, trail)
+
+    def continues(self, places: list[list[int]], trail: Trail, limit: int) -> int:
+        """The length of the longest prefix, at most `limit`, from which every group can continue with these pages."""
+        if self.simple:
+            return min(trail.matched, limit)
+        ends = bool(trail.nodes) and trail.nodes[-1].end == trail.matched
+        return self.reach([np.array(ids, np.int32) for ids in places], trail.matched, limit, trail.matched if ends else -1)
+
+    def reach(self, places: list[Places], matched: int, limit: int, sealed: int = -1) -> int:
+        """`reach.reach` for this cache's groups."""
+        return reach(self.keeps, places, self.page, matched, limit, sealed)
+
+
+def reach(keeps: Sequence[Retention], places: Sequence[Places], page: int, matched: int, limit: int, sealed: int) -> int:
+    """The largest n <= limit such that every group has, in `places`, all pages that contain positions it needs at n. If n is
+    inside a page, the group must have that page too: it is copied and continued, and a later match may need its beginning.
+
+    The first `matched` positions have equal tokens; the last page may extend beyond them. Snapshots (`Retention.exact`) are
+    valid only at page boundaries and at `sealed`, the end of a partial last page (-1 if there is none)."""
+    n = min(matched, limit)
+    holes = [np.flatnonzero(ids < 0) for ids in places]
+    while n > 0:
+        best = min(_fits(keep, ids, gaps, page, min(n, matched - keep.ahead), sealed)
+                   for keep, ids, gaps in zip(keeps, places, holes, strict=True))
+        if best == n:
+            return n
+        n = max(0, best)
+    return 0
+
+
+def _fits(keep: Retention, ids: Places, holes: npt.NDArray[np.int64], page: int, n: int, sealed: int) -> int:
+    """The largest m <= n at which one group can continue."""
+    while n > 0:
+        low = min(keep.needed(n)[0], n - n % page)
+        if low >= n:
+            return n
+        last = (n - 1) // page
+        if last >= len(ids):
+            # A range that begins at a page boundary behind the last page, such as a new attention chunk, needs no page.
+            n = low if low % page == 0 and low > len(ids) * page and keep.needed(low)[0] >= low else len(ids) * page
+            continue
+        if keep.exact and n % page and n != sealed:
+            n = last * page
+            continue
+        # The nearest missing page at or below the last needed page.
+        at = bisect_left(holes, last + 1) - 1
+        hole = int(holes[at]) if at >= 0 else -1
+        if hole < low // page:
+            return n
+        n = hole * page
+    return 0

@@ -1,9 +1,8 @@
 """The cache's per-sequence state: its node in the prefix index, its content keys, and the load or leader it waits for."""
 
 from penstock.cache import keys, media
-from penstock.cache.keys import Key
 from penstock.cache.prefix import TOKEN, Node
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 
 
 class SequenceState:
@@ -15,7 +14,7 @@ class SequenceState:
     def __init__(self) -> None:
         self.packed = bytearray()
         """Its known tokens in the index's format (`words`), as far as they were needed so far."""
-        self.keys: list[Key] = []
+        self.keys: list[keys.Key] = []
         """Content keys of its whole pages; computed when tiers are first searched for them."""
         self.node: Node | None = None
         """The tree node that contains position `indexed` or ends there; None while the tree has nothing of the sequence."""

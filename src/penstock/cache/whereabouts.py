@@ -11,7 +11,7 @@ from typing import NamedTuple
 from penstock.cache.events import Sink
 from penstock.cache.keys import Key
 from penstock.cache.tiers.hierarchy import Hierarchy
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 
 _PATIENCE = 4
 """The number of flushes for which a page in no tier is remembered: the next plan may save one evicted from the device."""
@@ -75,8 +75,7 @@ class Whereabouts:
         came: dict[str, list[PageName]] = {}
         for _ in range(len(self._news)):
             tier, name, there = self._news.popleft()
-            bit = self._bits.get(tier, 0)
-            if bool(self._there.get(name, 0) & bit) == there:
+            if bool(self._there.get(name, 0) & self._bits.get(tier, 0)) == there:
                 continue
             if there:
                 self._mark(name, tier, True)

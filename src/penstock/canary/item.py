@@ -59,8 +59,7 @@ class Item:
 
 def parse_calls(text: str) -> list[dict[str, Any]]:
     """The tool calls written in a text as canary writes them; those that are not JSON objects are left out."""
-    found = [_values(part) for part in _CALL.findall(text)]
-    return [call for call in found if isinstance(call, dict)]
+    return [call for call in map(_values, _CALL.findall(text)) if isinstance(call, dict)]
 
 
 def _same_call(answer: str, calls: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,7 +1,6 @@
 """The graded skills except tool calls: each skill's questions and its only right answer. Owns the prompts, not the grading.
 
-A generator takes a random source and a `span` from 0 (easy) to 1 (long) and makes an Item. Everything follows from the random
-source, so a seed gives the same prompts everywhere."""
+A generator makes an Item of a random source and a `span`, 0 (easy) to 1 (long): a seed gives the same prompts everywhere."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -31,8 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder. Of a nested config (text beside vision) the text part, with the outer architecture.
-    `quantization_config` is there wherever the folder has it."""
+    """config.json of a folder, of a nested one the text part with the outer architecture; with any `quantization_config`."""
     config = _with_quantization(Path(folder), read_json(Path(folder) / "config.json"))
     text = config.get("text_config")
     if not isinstance(text, dict):
@@ -85,6 +84,8 @@ class Pooler(msgspec.Struct, array_like=True, frozen=True):
     """Why texts cannot be embedded as the folder says; empty if they can."""
     stated: bool = True
     """The folder or the options say so; else it is the default of decoders."""
+    most: int = 0
+    """The most tokens of a text that the folder wants (`max_seq_length`); 0: it does not say."""
 
 
 def read_pooler(folder: Path) -> Pooler:
@@ -96,17 +97,29 @@ def read_pooler(folder: Path) -> Pooler:
         modules = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
     except msgspec.MsgspecError as error:
         raise ModelError(f"{path} cannot be read: {error}; download it again") from None
-    kind, normalize = "last", False
+    kind, normalize, most = "last", False, 0
     for module in modules:
         name = str(module.get("type", "")).rpartition(".")[2]
         if name == "Pooling":
             kind = _mode(read_json(Path(folder) / str(module.get("path", "1_Pooling")) / "config.json"), path)
+        elif name == "Transformer":
+            most = _most(Path(folder) / str(module.get("path", "")))
         elif name == "Normalize":
             normalize = True
-        elif name != "Transformer":
+        else:
             return Pooler(kind, normalize, f"modules.json has a module of the type {name or 'nothing'}; possible are "
                                            "Transformer, Pooling and Normalize")
-    return Pooler(kind, normalize)
+    return Pooler(kind, normalize, most=most)
+
+
+def _most(folder: Path) -> int:
+    """The most tokens of a text, by a file whose name has the encoder's kind (sentence_bert_config.json); 0 if none says."""
+    for path in sorted(folder.glob("sentence_*_config.json")):
+        found = read_json(path).get("max_seq_length")
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
+            raise ModelError(f"{path}: max_seq_length is {found!r}; possible is a number of tokens")
+        return int(found or 0)
+    return 0
 
 
 def _mode(config: Mapping[str, Any], path: Path) -> str:

@@ -48,8 +48,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-"""Where a text is cut before merges, one expression after another, by the names of `tokenizer.ggml.pre`. They are those of the
-models' own tokenizers, as llama.cpp names them."""
+"""Expressions that cut a text before merges, one after another, by `tokenizer.ggml.pre`: models' own, by llama.cpp's names."""
 
 _WHOLE_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
                           "glm4", "glm5", "jina-v5-nano"})

@@ -1,6 +1,6 @@
 """Writes GGUF files: their bytes, and a Hugging Face folder's config and tokenizer as the metadata that llama.cpp reads.
 
-`gguf_model.py` and `gguf_text.py` read what is written here; tables of names are theirs."""
+`gguf.py` and `gguf_text.py` read what is written here; tables of names are theirs."""
 
 import json
 import math
@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.gguf import SIZES
-from penstock.checkpoint.gguf_model import ARCHITECTURES, COMMON, Architecture
+from penstock.checkpoint.gguf import ARCHITECTURES, COMMON, SIZES, Architecture
 from penstock.checkpoint.gguf_text import CONTRACTIONS, SPLITS
 from penstock.core.errors import ConfigError
 

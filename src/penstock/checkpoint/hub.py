@@ -11,7 +11,6 @@ from pathlib import Path
 from penstock import canary
 from penstock.checkpoint import gguf
 from penstock.checkpoint.fetch import fetch
-from penstock.checkpoint.gguf_model import config_of
 from penstock.checkpoint.gguf_text import files_of
 from penstock.core.errors import ModelError, first_line
 
@@ -59,7 +58,7 @@ def folder_of(path: Path) -> Path:
     if (target / "config.json").is_file():
         return target
     files = [gguf.read(one) for one in paths]
-    contents = {"config.json": json.dumps(config_of(files)).encode()}
+    contents = {"config.json": json.dumps(gguf.config_of(files)).encode()}
     if "tokenizer.ggml.tokens" in files[0].metadata:
         contents |= files_of(files[0].metadata)
     try:
@@ -95,8 +94,7 @@ def resolve_folder(model: str, revision: str | None = None, *, resume: bool = Fa
     """The folder of `model`, a path or a hub id at `revision`. A path that exists never opens a socket. "canary" is the
     packaged model, whatever the folder here holds; a .gguf file becomes a folder; hf:OWNER/REPOSITORY:FILE.gguf is one there.
 
-    With `resume` a download goes on in the middle of a file. Honours huggingface_hub's HF_HUB_OFFLINE, HF_HOME and HF_TOKEN.
-    ModelError says where was looked and what to do."""
+    With `resume` a download goes on inside a file. Honours HF_HUB_OFFLINE, HF_HOME, HF_TOKEN. ModelError says what to do."""
     if "/" not in model:
         model = read_aliases().get(model, model)
     if model == canary.NAME:

@@ -1,8 +1,7 @@
 """The identity of a folder's weights: a hash of all bytes of its files, for caches that outlive the process; a sample.
 
-A file's SHA-256 is either computed, at some 2 GB/s with a thread for each file, or taken from the Hugging Face hub cache, where
-a weight file is a link to a blob named by its hash. Both give the same digits. The server is ready before the hash is: callers
-that need it poll `Fingerprint.value`."""
+A file's SHA-256 is computed, at some 2 GB/s with a thread for each file, or taken from the hub's cache, where a weight file is
+a link to a blob named by its hash. The server is ready before the hash is: callers that need it poll `Fingerprint.value`."""
 
 import hashlib
 import json
@@ -99,8 +98,7 @@ class Fingerprint:
 
 
 def sample(folder: Path | None, load_format: str, seed: int) -> str:
-    """A digest of every tensor's name, type, shape and a few of its bytes. It tells models apart by sight, at once; weights
-    that differ in a few values only have equal samples."""
+    """A digest of every tensor's name, type, shape and a few bytes: quick, but equal for weights that differ in few values."""
     if load_format == "dummy" or folder is None:
         return f"dummy-{seed}"
     found, files = hashlib.sha256(), dict[Path, int]()

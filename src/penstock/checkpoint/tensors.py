@@ -1,7 +1,6 @@
 """The headers of a model folder's safetensors files: names, types, shapes and places, checked before anything is read.
 
-Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header,
-then the data that the header's offsets cut)."""
+Format: github.com/huggingface/safetensors (8 bytes of header length, a JSON header, then the data that its offsets cut)."""
 
 import json
 import math
@@ -10,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint import gguf, gguf_model
+from penstock.checkpoint import gguf
 from penstock.checkpoint.config import read_json
-from penstock.checkpoint.gguf import siblings
 from penstock.core.errors import ModelError
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -61,7 +59,7 @@ def find(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} has {len(others)} safetensors files but no {INDEX} to say which belong to the model; "
                          f"download the folder again, or leave only {SINGLE}")
     blocks = sorted(folder.glob("*.gguf"))
-    if blocks and len(siblings(blocks[0])) == len(blocks):
+    if blocks and len(gguf.siblings(blocks[0])) == len(blocks):
         return blocks
     found = [path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
              for path in sorted(folder.glob(pattern))]
@@ -122,11 +120,11 @@ def read_header(path: Path) -> dict[str, Stored]:
 def _gguf_header(path: Path) -> dict[str, Stored]:
     """The tensors of a GGUF file by a Hugging Face folder's names. Blocks are rows of bytes."""
     file = gguf.read(path)
-    arch = gguf_model.architecture(file.metadata if "general.architecture" in file.metadata
-                                   else gguf.read(siblings(path)[0]).metadata)
+    arch = gguf.architecture(file.metadata if "general.architecture" in file.metadata
+                                   else gguf.read(gguf.siblings(path)[0]).metadata)
     found = {}
     for entry in file.tensors.values():
-        for name, one in gguf_model.renamed(arch, entry):
+        for name, one in gguf.renamed(arch, entry):
             plain = {"f32": "F32", "f16": "F16", "bf16": "BF16"}.get(one.kind)
             rows = math.prod(one.shape[:-1])
             shape = one.shape if plain is not None else (*one.shape[:-1], (one.end - one.start) // rows)

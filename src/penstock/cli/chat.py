@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.api import Api, LoopThread, add_target, complaint, open_api
-from penstock.cli.model import model_or_canary
+from penstock.cli.api import Api, LoopThread, add_target, complaint, model_or_canary, open_api
 from penstock.config.flags import add_flags, nearest
 from penstock.config.schema import option
 from penstock.core.errors import ConfigError, PenstockError
@@ -241,8 +240,7 @@ class Conversation:
         return True
 
     def ask(self, question: str) -> bool:
-        """Sends the conversation with `question` at its end and prints the answer as it comes; calls of tools are answered by
-        the user, until the model makes none.
+        """Sends the conversation and `question`, prints the answer as it comes, and asks the user for results of calls.
 
         False if it failed; the question is then forgotten."""
         before = len(self.messages)

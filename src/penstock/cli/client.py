@@ -121,7 +121,6 @@ class Transport(Protocol):
 
     async def send(self, method: str, path: str, body: bytes = b"") -> Reply:
         """Sends one request and returns when the answer's status is known. Raises ConnectionFailedError."""
-        ...
 
     async def close(self) -> None: ...
 

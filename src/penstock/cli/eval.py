@@ -20,8 +20,7 @@ from penstock.canary import likelihood
 from penstock.canary.item import Item
 from penstock.canary.likelihood import Comparison, Interval, Record, Values
 from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts, table
-from penstock.cli.api import Api, add_target, complaint, open_api
-from penstock.cli.model import model_of, model_or_canary
+from penstock.cli.api import Api, add_target, complaint, model_of, model_or_canary, open_api
 from penstock.config.flags import from_args, integer, nearest
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, PenstockError

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint import dtype_of, resolve_folder
-from penstock.cli.model import add_layout, add_model, laid_out, model_or_canary
+from penstock.cli.api import add_layout, add_model, laid_out, model_or_canary
 from penstock.cli.serve import size
 from penstock.config.flags import add_flags, from_args
-from penstock.config.options import place
 from penstock.config.resolve import EngineConfig, MemoryPlan, cache_asked, memory_limits, resolve
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, place
 from penstock.config.speculation import Speculation
 from penstock.config.tiers import plan_tiers
-from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
+from penstock.core.rank import DeviceFacts
 from penstock.parallel.axis import places
 
 if TYPE_CHECKING:
@@ -266,8 +265,7 @@ _WAIT = 0.6
 
 
 def picked_experts(options: EngineOptions, model: dict[str, Any]) -> dict[str, Any]:
-    """The picks of each layer's experts while the engine answers graded prompts, as plain data. ConfigError if the
-    model has no experts."""
+    """The picks of each layer's experts while the engine answers graded prompts, as data. ConfigError without experts."""
     from penstock.canary.suite import SKILLS, prompts
     from penstock.core.sampling import SamplingParams
     from penstock.engine.llm import LLM

@@ -5,6 +5,7 @@ Models lie in the hub's own cache (HF_HOME), which other tools share. `ps` and `
 import asyncio
 import json
 import os
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -77,6 +78,8 @@ def _ls(args: Namespace) -> int:
     lines = [(str(one["id"]), size(one["bytes"]), time.strftime("%Y-%m-%d", time.localtime(one["used"]))) for one in models]
     _table(("model", "size", "last used"), lines)
     _table(("alias", "model"), sorted(aliases.items()))
+    if not lines and not aliases:
+        print("no models yet; penstock pull OWNER/REPOSITORY downloads one", file=sys.stderr)
     return 0
 
 

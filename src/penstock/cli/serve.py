@@ -8,18 +8,20 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock import __version__
-from penstock.cli.model import add_layout, add_models, laid_out, model_or_canary, models_of
+from penstock.cli.api import add_layout, add_models, laid_out, model_or_canary, models_of
 from penstock.config.flags import add_accepted, add_flags, from_args, integer
-from penstock.config.options import place
-from penstock.config.schema import EngineOptions, ServerOptions, Wanted
+from penstock.config.schema import EngineOptions, ServerOptions, Wanted, place
 from penstock.core.errors import ConfigError
-from penstock.core.request import EngineInfo
 from penstock.parallel.axis import places
+
+if TYPE_CHECKING:
+    from penstock.core.request import EngineInfo  # which loads numpy: --help is quicker without
 
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 
@@ -45,13 +47,13 @@ def run(args: Namespace) -> int:
     options = with_key(from_args(args, ServerOptions))
     engine_options = from_args(args, EngineOptions, model=model_or_canary(args))
     if engine_options.node_rank:
-        from penstock.engine import machine
+        from penstock.engine import remote
         from penstock.observe.log import set_up
 
         set_up(options.log_level, options.log_format)
         here = engine_options.local_ranks
         own = [one for one in places(place(engine_options)) if one.rank // here == engine_options.node_rank]
-        return machine.run(msgspec.json.encode(engine_options), own, engine_options.restart == "ranks")
+        return remote.run(msgspec.json.encode(engine_options), own, engine_options.restart == "ranks")
     if engine_options.step_target_ms is None:
         engine_options = replace(engine_options, step_target_ms=STEP_TARGET_MS)
     wanted = models_of(args)
@@ -74,11 +76,11 @@ def run_server(models: Sequence[Wanted], options: ServerOptions, engine: str | N
 
     set_up(options.log_level, options.log_format)
     progress = LoadingLine()
-    names = ", ".join(one.options.model if len(models) == 1 else one.names[0] for one in models)
+    names = ", ".join(dict.fromkeys(one.options.model if len(models) == 1 else one.names[0] for one in models))
     print(f"Penstock {__version__}, {'loading' if len(models) == 1 else 'serving, each loaded when it is asked for:'} {names}",
           flush=True)
 
-    def ready(infos: list[EngineInfo], url: str) -> None:
+    def ready(infos: "list[EngineInfo]", url: str) -> None:
         progress.end()
         for info in infos:
             print(memory_plan(info), flush=True)
@@ -132,7 +134,7 @@ class LoadingLine:
             self._open = False
 
 
-def memory_plan(info: EngineInfo) -> str:
+def memory_plan(info: "EngineInfo") -> str:
     """Describes the division of memory and the length of context that fits."""
     return "\n".join([
         f"{info.architecture}, {info.dtype}, on {info.device}",

@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.text} gives {len(windows)} windows of {args.window} tokens, and a step takes --batch "
                           f"{args.batch}; give a longer text, or a smaller --window")
     trained = _trained(folder, windows, None if said is None else _cut(said, args.window), args)
-    kept = _kept(args, prompts)
-    card = _card(args, len(windows), trained, kept)
+    card = _card(args, len(windows), trained, _kept(args, prompts))
     (args.output / "README.md").write_text(card)
     print(card)
     return 0

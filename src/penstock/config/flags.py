@@ -1,7 +1,6 @@
 """Command line flags made from the option dataclasses of `config/schema.py`, and the parser that reports a mistyped one.
 
-A flag exists because a field exists: name, type, choices, heading, help and default are the field's. Nothing is resolved here,
-and nothing here knows a single option by name."""
+A flag's name, type, choices, heading, help and default are a field's. Nothing here resolves an option or knows one by name."""
 
 import argparse
 import dataclasses
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
-from penstock.config.options import ACCEPTED, checked, unwrapped
+from penstock.config.schema import ACCEPTED, checked, unwrapped
 from penstock.core.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -111,8 +110,7 @@ class Parser(argparse.ArgumentParser):
 
     def _completed(self, given: argparse.Namespace, path: str) -> argparse.Namespace:
         """`given`, and from the file that --config names what the command line leaves open."""
-        words = words_of(path)
-        found, unknown = self.parse_known_args(words)
+        found, unknown = self.parse_known_args(words_of(path))
         if unknown:
             self.error(f"{path}: {self._unknown(unknown)}")
         for name, value in vars(found).items():

@@ -3,14 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 
-from penstock.config.options import checked
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, checked
 from penstock.config.speculation import Speculation, speculation
-from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
-from penstock.core.layout import CacheLayout, behind, lay_out
 from penstock.core.plan import MOST_DEPTH
-from penstock.core.state import MODEL_DTYPES, StateSpec
+from penstock.core.rank import DeviceFacts, Occupancy
+from penstock.core.state import MODEL_DTYPES, CacheLayout, StateSpec, lay_out, layout_behind
 
 _GIB = 1 << 30
 _GRAPH_FLOPS = 1e13
@@ -42,6 +40,8 @@ class EngineConfig:
     """The drafter and its parameters; None: no speculation."""
     stages: int = 1
     """Pipeline stages."""
+    exact: bool = False
+    """As `scheduler/admission.py::Limits.exact`."""
     adapters: tuple[int, int] | None = None
     """The most adapters on the device, and their largest rank; None: none are served."""
 
@@ -70,19 +70,14 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if depth > useful:
         raise ConfigError(f"depth is {depth}; it may be 1 to {useful}, and more than {stages + 1} gains nothing")
     drafting = speculation(options)
-    if drafting is not None and stages > 1:
-        raise ConfigError("speculative decoding is not possible with several pipeline stages; leave out speculate and "
-                          "speculative_model, or use tensor_parallel_size instead of pipeline_parallel_size")
     contexts = options.context_parallel_size
     if contexts > 1 and gpu and drafting is not None:
         raise ConfigError("speculative decoding is not possible with context_parallel_size on GPUs, whose hosts count the keys "
                           "that each query sees; leave out speculate, or use tensor_parallel_size")
-    if contexts > 1 and drafting is not None:
-        if drafting.model is not None or drafting.method == "mtp":
-            raise ConfigError("a draft model or head is not possible with context_parallel_size; use speculate ngram")
-        if drafting.method == "layer_skip":
-            raise ConfigError("speculate layer_skip is not possible with context_parallel_size; use speculate ngram")
-        drafting = replace(drafting, method="suffix" if drafting.method == "auto" else drafting.method)
+    if contexts > 1 and drafting is not None and drafting.method in ("mtp", "layer_skip"):
+        raise ConfigError(f"speculate {drafting.method} is not possible with context_parallel_size; use ngram or a draft model")
+    if drafting is not None and drafting.method == "auto" and drafting.model is None and max(contexts, stages) > 1:
+        drafting = replace(drafting, method="suffix")
     if drafting is not None and drafting.relaxed and options.tensor_parallel_size > 1:
         raise ConfigError("use_relaxed_acceptance_for_thinking compares all logits of a token, which ranks divide; use "
                           "tensor_parallel_size 1, or leave it out")
@@ -93,7 +88,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
-        speculation=drafting, stages=stages,
+        speculation=drafting, stages=stages, exact=stages > 1 or (gpu and (options.batch_invariant or contexts > 1)),
         adapters=(options.max_loras, options.max_lora_rank or LORA_RANK) if options.enable_lora else None)
 
 
@@ -115,7 +110,7 @@ class MemoryPlan:
     step_bytes: int
     layout: CacheLayout
     behind: CacheLayout
-    """The layout of the tiers behind the device (`core/layout.py::behind`)."""
+    """The layout of the tiers behind the device (`core/state.py::layout_behind`)."""
     kv_tokens: int
     """Tokens of context that fit when sequences are as long as the model allows."""
     max_model_len: int
@@ -212,7 +207,7 @@ def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSp
     length = min(config.max_model_len, longest)
     alone = max(1, layout.slabs_for(length, config.max_num_batched_tokens))
     tokens = layout.slabs * length // alone
-    return MemoryPlan(weight_bytes, step_bytes, layout, behind(layout, states), tokens, length, graph_bytes)
+    return MemoryPlan(weight_bytes, step_bytes, layout, layout_behind(layout, states), tokens, length, graph_bytes)
 
 
 _LEAST = 1 << 30

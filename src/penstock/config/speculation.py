@@ -16,8 +16,8 @@ _TOKENS = 5
 """Default of the most tokens drafted at once."""
 METHODS = ("auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp",
            "dflash", "dspark")
-_NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram",
-          **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo")}}
+_NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram", "ngram_gpu": "ngram",
+          **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo", "qwen3_next")}}
 """Methods, by their names in vLLM's configuration and in ours."""
 _NUMBERS = {"num_speculative_tokens": "tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest",
             "draft_layers": "layers", "synthetic_acceptance_rate": "synthetic", "relaxed_topk": "relaxed",
@@ -29,10 +29,11 @@ _KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_samp
 """Keys of vLLM's configuration that are supported; those for relaxed acceptance have TensorRT-LLM's names."""
 TREES = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods whose drafts may be trees."""
-_RULES = {"strict": "", "synthetic": "", "probabilistic": "token", "block": "block"}
+_RULES = {"strict": "", "standard": "", "synthetic": "", "probabilistic": "token", "block": "block"}
 """Rules of verification, by their names in the configuration: `Speculation.rejection`."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {"draft_tensor_parallel_size": (1, None), "disable_padded_drafter_batch": (True, False),
-                                         "quantization": (None,)}
+                                         "quantization": (None,), "use_heterogeneous_vocab": (True, False),
+                                         "use_local_argmax_reduction": (True, False), "enable_adaptive_verification": (False,)}
 """Keys that are accepted with these values, which change nothing here."""
 
 

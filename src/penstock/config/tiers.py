@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
-from penstock.core.layout import CacheLayout
+from penstock.core.state import CacheLayout
 
 _WAY_BYTES = 1 << 30
 """Default of cache_host_bytes with a disk or remote store, whose pages pass through host memory."""

@@ -4,8 +4,7 @@ from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
 from penstock.core.plan import Masks
-from penstock.core.request import Request
-from penstock.core.sequence import Sequence
+from penstock.core.request import Request, Sequence
 
 
 class MaskedSegment(NamedTuple):
@@ -23,8 +22,6 @@ class Masker(Protocol):
 
     def wants(self, request: Request) -> bool:
         """Whether the tokens of this request are chosen under a mask. Asked once, when the request is taken in."""
-        ...
 
     def masks(self, segments: List[MaskedSegment]) -> Masks:
         """The lines of all these segments, in their order."""
-        ...

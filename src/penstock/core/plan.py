@@ -1,17 +1,94 @@
 """The messages between engine and worker: step plans, token masks and step results.
 
 A plan says what changed (rows entering and leaving, page edits, page copies) and which segments to run. Counts and tables
-are flat int32 arrays, so that a step of a thousand rows does not create a thousand objects. Nothing else is exchanged."""
+are flat int32 arrays, so that a step of a thousand rows does not create a thousand objects. Nothing else is exchanged.
+
+With a plan go transfers between the device and tiers behind it, in the order of plans; with its result what became of them. A
+page behind the device lies in a slot of the host's arena, cut as the device's (`core/state.py`), or in a store by its name."""
 
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.sampling import SamplingParams
-from penstock.core.transfer import LoadResult, Transfer, WriteResult
+
+
+class PageName(NamedTuple):
+    """Names a page in every store by its contents: the cache group, and the key of the context that it ends."""
+
+    group: int
+    key: bytes
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True, tag="save"):
+    """Copy a page of the device to a slot of the host, as it is before the plan's own copies, loads and step. The slots of a
+    plan's saves share no byte, so these may be carried out in any order."""
+
+    group: int
+    page: int
+    slot: int
+
+
+class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
+    """Write a slot of the host to a store. Answered by a WriteResult, until which the slot must not change."""
+
+    id: int
+    store: int
+    """Index of the store, in the order in which the engine was given them."""
+    name: PageName
+    slot: int
+
+
+class Piece(NamedTuple):
+    """One page of a load."""
+
+    name: PageName
+    page: int
+    """Destination page on the device."""
+    slot: int
+    """Source slot on the host, -1 if it comes from a store."""
+    store: int
+    """Index of the source store, -1 if it is on the host."""
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Fill pages of the device. Answered by a LoadResult with the ticket, until which its slots must not change."""
+
+    ticket: int
+    pieces: list[Piece]
+    patience: float
+    """Timeout in seconds."""
+
+
+Transfer = Save | Write | Load
+
+
+class LoadResult(NamedTuple):
+    """The result of a load."""
+
+    ticket: int
+    ok: bool
+    """All of its pages that are not `lost` hold what was asked for. If not, none of them is used."""
+    seconds: float = 0.0
+    """Service time of the load in seconds, without queueing."""
+    lost: tuple[PageName, ...] = ()
+    """Pages that were missing or damaged."""
+    missed: tuple[int, ...] = ()
+    """The stores that did not answer, or not before the load's patience had run out."""
+
+
+class WriteResult(NamedTuple):
+    """The result of a Write."""
+
+    id: int
+    ok: bool
+    seconds: float
+    """Duration of the write alone."""
+
 
 Ints = npt.NDArray[np.int32]
 
@@ -25,9 +102,8 @@ class Want(IntFlag):
     SCORE = 2
     """Report the log probability of the known token that follows each of the segment's positions."""
     EACH = 4
-    """With SAMPLE: choose a token after each of the segment's positions. All positions but the first hold drafted tokens: the
-    row's `Proposal`, or else tokens that the worker's drafter writes before the forward pass. Drafts that equal the chosen
-    tokens are kept, and so is the first chosen token that differs."""
+    """With SAMPLE: choose a token after each position. All but the first hold drafts: the row's `Proposal`, or the worker's
+    drafter's, written before the forward pass. Drafts that equal the chosen tokens are kept, and the first that differs."""
     HIDDEN = 8
     """Report the hidden state of each of the segment's positions."""
     LAST = 16
@@ -98,8 +174,7 @@ class StepPlan:
     verified. The segment begins at its row's last known token, which only the device knows. None: all starts are exact."""
     proposals: list[Proposal] = field(default_factory=list)
     rests: bool = False
-    """Whether the worker's drafter takes no part, so that the step costs what it costs without one. It drafts worse, or not at
-    all, behind positions that it has not followed."""
+    """Whether the worker's drafter takes no part, and costs nothing. It drafts worse behind positions not followed."""
     transfers: list[Transfer] = field(default_factory=list)
     """Pages to save to other tiers before `moves`, and to load from them after. Made by `cache/tiers`, carried out by the
     worker's movers; a step without segments that finds loads under way waits until one of them has landed."""

@@ -1,10 +1,42 @@
-"""Facts that a rank reports while it starts. The engine plans by these alone."""
+"""Facts that a rank reports while it starts, by which kernels are chosen and memory is planned: the device (found out by
+`platform/facts.py`), the model, and what it takes. The engine plans by these alone."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.state import StateSpec
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """One device. `flags` are the CPU's instruction sets as Linux names them, empty for a GPU."""
+
+    kind: str
+    """cpu | cuda"""
+    name: str
+    memory: int
+    """Bytes, all of it."""
+    cores: int
+    flags: frozenset[str] = frozenset()
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability."""
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """A GPU's memory in bytes, before the engine takes any except CUDA's own needs."""
+
+    free: int
+    total: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    def __str__(self) -> str:
+        return f"{self.used / _GIB:.1f} GiB of the GPU's {self.total / _GIB:.1f} are in use already"
 
 
 @dataclass(frozen=True)

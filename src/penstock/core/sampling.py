@@ -106,8 +106,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     min_tokens: int = 0
     """End-of-sequence and stop tokens cannot be chosen before this many tokens were generated."""
     logprobs: int | None = None
-    """Report the log probability of each chosen token and of this many most likely alternatives, -1: of the whole
-    vocabulary. At most max_logprobs."""
+    """Report the log probability of each chosen token and of so many likeliest others; -1: of all. At most max_logprobs."""
     prompt_logprobs: int | None = None
     """Report log probabilities of the prompt's tokens, as `logprobs` does for generated ones."""
     logprob_token_ids: list[int] | None = None
@@ -222,8 +221,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                                code="unsupported_parameter")
 
     def list_words(self, ends: int = 0) -> int:
-        """Returns the 32-bit words of device memory that the lists take for each sequence, in the layout of
-        `worker/parameters.py`. `ends` tokens are banned below `min_tokens`."""
+        """The 32-bit words that the lists take on the device (`worker/rows.py`); `ends` are banned below `min_tokens`."""
         words = self.bad_words_token_ids or ()
         edits = len(self.logit_bias or ()) + len(words) + (ends if self.min_tokens else 0)
         allowed = max(self.allowed_token_ids) // 32 + 1 if self.allowed_token_ids else 0

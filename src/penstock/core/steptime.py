@@ -13,6 +13,26 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+
+class Lateness:
+    """A moving mean of seconds, and a number of mean deviations above it."""
+
+    def __init__(self, gain: float = 0.125, deviation: float = 0.0) -> None:
+        """`gain`: weight of the newest in the mean, twice that in the deviation, which begins with `deviation` seconds."""
+        self._gain = gain
+        self._mean, self._deviation, self.deviations = 0.0, deviation, 4.0
+
+    @property
+    def late(self) -> float:
+        """Seconds that hardly any takes longer than."""
+        return self._mean + self.deviations * self._deviation
+
+    def took(self, seconds: float) -> None:
+        """Learns from one."""
+        self._deviation += 2 * self._gain * (abs(seconds - self._mean) - self._deviation)
+        self._mean += self._gain * (seconds - self._mean)
+
+
 KNOTS = (0, 4, 16, 64, 256, 1024, 4096)
 """Tokens at which the slope may change."""
 _PIECES = tuple((float(knot), float(upto) - knot) for knot, upto in zip(KNOTS, (*KNOTS[1:], math.inf), strict=True))
@@ -62,8 +82,7 @@ def _pieces(tokens: int) -> tuple[float, ...]:
 
 
 class StepTime:
-    """Least squares of the relative error. Steps of each size are forgotten by newer ones of that size alone, so that a
-    thousand steps of decode do not erase what prefill costs."""
+    """Least squares of the relative error. Steps of each size are forgotten by newer ones of that size alone."""
 
     def __init__(self, weights: Sequence[float] = (), buckets: Sequence[int] = (), chunk: int = 2048) -> None:
         """`weights`: of TERMS, from an earlier fit. `buckets`: tokens to which steps are padded, ascending; empty: none are.
@@ -105,8 +124,7 @@ class StepTime:
         return self.weights[len(TERMS) - len(KNOTS) - 1 + bisect_left(KNOTS, tokens)]
 
     def within(self, load: Load, seconds: float, start: float = 0.0, scored: float = 0.0) -> int:
-        """Returns how many prefill tokens, at position `start` on average, make a step take `seconds` when added to it.
-        `scored`: the part of them that is scored."""
+        """Prefill tokens, at position `start` on average, that make a step take `seconds`; `scored`: the scored part."""
         weights = self.weights
         further = weights[4] * start + weights[5] * scored
         left, at, added = seconds - self.seconds(load) - weights[1] - weights[2], self._padded(load.tokens), 0.0

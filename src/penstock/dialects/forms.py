@@ -260,8 +260,7 @@ def _value(form: Tags, reader: Reader, tools: Tools, place: tuple[str, str], typ
     text = types == {"string"}
     if text:
         emit('"')
-    value, stop = yield from reader.until((*trimmed, end, *open_ends),
-                                          (lambda piece: emit(escaped(piece))) if text else None)
+    value, stop = yield from reader.until((*trimmed, end, *open_ends), (lambda piece: emit(escaped(piece))) if text else None)
     if stop is None:
         raise MalformedError("a parameter does not end")
     if stop in open_ends:

@@ -72,9 +72,8 @@ class Reader:
 
     def until(self, markers: Sequence[str], emit: Emit | None = None,
               final: bool = False) -> Generator[None, None, tuple[str, str | None]]:
-        """Returns (the text before the first marker, that marker) and consumes both; among markers at one place the longest
-        counts. The marker is None at the end of all text. With `emit`, passes the text on as it arrives and returns ""
-        instead; `final`: the text is not kept, because parsing never goes back into it."""
+        """(text before the first marker, that marker, of several at a place the longest), both consumed; None at the end of all
+        text. `emit` gets the text as it arrives, and "" is returned; `final`: it is not kept, as parsing never goes back."""
         said: list[str] = []
         beginnings = re.compile(f"[{re.escape(''.join({marker[0] for marker in markers}))}]") if markers else None
         while True:

@@ -51,9 +51,8 @@ def largest_rank(modules: Sequence[str]) -> int:
 
 
 def _activate(request: Request, invocation: tuple[int, ...]) -> None:
-    """Has the adapter compute from the last occurrence of these tokens on, as PEFT does; a prompt without them is the bare
-    model's. Cached pages are shared with the bare model up to there, where the adapter's digest takes a medium's place in
-    their keys."""
+    """Has the adapter compute from these tokens' last occurrence on, as PEFT does; a prompt without them is the bare model's.
+    Cached pages are the bare model's up to there, where the adapter's digest takes a medium's place in their keys."""
     data, found = keys.packed(request.prompt_ids), keys.packed(invocation)
     at = data.rfind(found)
     while at > 0 and at % TOKEN:
@@ -212,8 +211,7 @@ class Adapters:
                 del self._waiting[name]
 
     def admit(self) -> None:
-        """Passes on requests whose adapter has been read, and begins to read the next ones. Waits briefly if there is nothing
-        else to do."""
+        """Passes on requests whose adapter is read, and begins to read the next. Waits briefly if nothing else is to do."""
         if not self._coming and not self._waiting:
             return
         if self._coming and not self._scheduler.busy:

@@ -11,9 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from penstock import canary
-from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, engine_options
 from penstock.core import service
 from penstock.core.child import Refused
 from penstock.core.errors import EngineDeadError, PenstockError, RequestError
@@ -312,7 +311,7 @@ class AsyncLLM:
         await self._ask("start_profile")
 
     async def stop_profile(self, folder: str) -> list[str]:
-        """Ends that. Returns the traces in `folder`, one of each rank."""
+        """Ends that. Returns the traces in `folder`: one of each engine, unless its ranks are on several machines."""
         return list(await self._ask("stop_profile", folder))
 
     async def look(self) -> dict[str, Any]:

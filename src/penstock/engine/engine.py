@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 
 from penstock.cache.manager import Cache
-from penstock.config.options import place
 from penstock.config.resolve import LORA_RANK, memory_limits, plan_memory, resolve
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, place
 from penstock.config.tiers import names_leave, plan_tiers
 from penstock.core import service
 from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
@@ -31,7 +30,7 @@ from penstock.engine.constraints import Constraints
 from penstock.engine.events import CacheEvents, open_events
 from penstock.engine.executor import Direct, Pending, Threaded
 from penstock.engine.loading import tokenizer_folder
-from penstock.engine.ranks import Progress, Rank
+from penstock.engine.ranks import Progress, Rank, RankGroup
 from penstock.engine.raycluster import RayCluster
 from penstock.engine.remote import RemoteGroup
 from penstock.engine.tiers import Naming, Weights, set_up
@@ -51,8 +50,7 @@ _RANK = "penstock.worker.rank:Rank"
 
 
 def make_rank(options: EngineOptions) -> Rank:
-    """The ranks that the options ask for: one in this process, or several in processes of their own. ConfigError if a device
-    cannot be used."""
+    """The ranks that the options ask for: one in this process, or several in their own. ConfigError for an unusable device."""
     first = place(options)
     if not first.alone:
         if options.node_rank:
@@ -111,8 +109,7 @@ class Engine:
         undo.callback(self.tiers.close)
         undo.callback(self.rank.close)
         prepared = self.rank.prepare(plan.layout, plan.max_model_len, self.tiers.behind)
-        self.events = open_events(options.kv_events_config, options.enable_prefix_caching, plan.layout,
-                                  self.tiers.hierarchy)
+        self.events = open_events(options.kv_events_config, options.enable_prefix_caching, plan.layout, self.tiers.hierarchy)
         # Where tokens see those behind them, a beginning is not the same in another prompt.
         sharing = options.enable_prefix_caching and not survey.whole
         cache = Cache(plan.layout, policy=options.cache_policy, sharing=sharing,
@@ -125,7 +122,7 @@ class Engine:
             max_model_len=longest, whole=survey.whole, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, max_queued=options.max_num_queued_reqs,
             vocab_size=survey.vocab_size + survey.second, step_target=config.step_target,
-            max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages),
+            max_adapters=options.max_loras if options.enable_lora else 0, stages=config.stages, exact=config.exact),
             policy_of(options.scheduling_policy, classes, times, config.max_num_batched_tokens),
             drafting=draft_policy(config.speculation, times) if config.speculation is not None else None, times=times)
         self.view = View(self.scheduler)
@@ -177,6 +174,10 @@ class Engine:
         """Whether a request that was submitted may still be refused, because its grammar is being compiled."""
         return request_id in self.constraints.requests
 
+    def expect(self, requests: int) -> None:
+        """Says how many requests of a batch its caller still holds back: drafts are chosen for the load that they will make."""
+        self.scheduler.queues.coming = requests
+
     def abort(self, ids: Iterable[str]) -> None:
         """Aborts requests by "id", or single sequences by "id/index". Unknown ids are ignored."""
         ids = list(ids)
@@ -223,7 +224,7 @@ class Engine:
         return True
 
     def stop_profile(self, folder: str) -> list[str]:
-        """Ends that. Returns the traces in `folder`, one of each rank. RequestError if nothing is recorded."""
+        """Ends that. Returns the traces in `folder`: one, unless ranks are on several machines. RequestError if none runs."""
         if not self._profiled:
             raise RequestError("nothing is recorded; /start_profile begins", code="not_profiling")
         self._take_results(0)
@@ -306,6 +307,8 @@ class Engine:
         self.rank.look()
         stats = self.scheduler.snapshot(time.time())
         stats.cache_identity = self.info.cache_identity
+        if isinstance(self.rank, RankGroup):
+            stats.rank_seconds = self.rank.seconds.tolist()
         self.constraints.count(stats)
         self.adapters.count(stats)
         return stats

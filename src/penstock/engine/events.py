@@ -17,8 +17,7 @@ from penstock.cache.events import SCHEMA_VERSION, Event, Group, Journal, Sink
 from penstock.cache.tiers.hierarchy import Hierarchy
 from penstock.cache.whereabouts import Whereabouts
 from penstock.core.errors import ConfigError
-from penstock.core.layout import CacheLayout
-from penstock.core.state import Everything, Retention, Window
+from penstock.core.state import CacheLayout, Everything, Retention, Window
 
 LOG = logging.getLogger("penstock")
 
@@ -102,8 +101,7 @@ class CacheEvents:
 
 
 def open_events(given: Mapping[str, Any], sharing: bool, layout: CacheLayout, tiers: Hierarchy | None) -> CacheEvents | None:
-    """The events of an engine, or None if its kv_events_config does not enable them. `sharing` is True if prefix caching is on.
-    ConfigError for settings that cannot be honoured."""
+    """An engine's events, None if kv_events_config has none; `sharing`: prefixes are cached. ConfigError: bad settings."""
     config = read_config(given)
     if not config.enabled:
         return None

@@ -1,8 +1,7 @@
 """Executors hand plans to a worker in order, and return a pending result for each.
 
-`submit` returns without waiting where the device allows it; results arrive in submission order. `mask` provides the masks of
-the last submitted plan, once for each plan with masked segments, and for no other plan; `drafts` comes before where the masks
-depend on drafts that the worker writes."""
+`submit` returns without waiting where the device allows it; results arrive in order. `mask` brings the masks of the last plan,
+once for each with masked segments and for no other; `drafts` comes before where masks depend on the worker's drafts."""
 
 import queue
 import signal
@@ -22,7 +21,6 @@ class Pending(Protocol):
 
     def result(self) -> StepResult:
         """Waits for the step."""
-        ...
 
 
 class Begun(Pending, Protocol):
@@ -30,11 +28,9 @@ class Begun(Pending, Protocol):
 
     def drafts(self) -> Ints | None:
         """Waits for the written drafts of `StepPlan.drafted`, if `StepPlan.tells_drafts`. None if the launch failed."""
-        ...
 
     def choose(self, masks: Masks) -> None:
         """The second launch of a plan with masked segments: samples its tokens."""
-        ...
 
 
 class Launches(Protocol):
@@ -42,7 +38,6 @@ class Launches(Protocol):
 
     def launch(self, plan: StepPlan) -> Begun:
         """Begins a step. If segments of the plan are masked, `Begun.choose` must follow before the next plan."""
-        ...
 
 
 class Threaded:

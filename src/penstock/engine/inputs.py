@@ -54,12 +54,11 @@ class Inputs:
                  generation_config: Mapping[str, Any] | None = None, eos_ids: Iterable[int] = (),
                  seed: int | None = None, max_logprobs: int = MAX_LOGPROBS, dialect: Choice | None = None,
                  constrain_tools: bool = False, pooler: Pooler | None = None, reranker: str = "none") -> None:
-        """`generation_config` holds the model's defaults, empty if they are not wanted. `eos_ids` are what the model's files
-        name; without any, the generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable.
-        `max_logprobs` bounds the alternatives that a request may ask for. `dialect` is how the model writes reasoning and tool
-        calls, by default what its template shows. `constrain_tools`: calls that the model makes by itself are held to their
-        schemas; ConfigError where its dialect makes that impossible. `pooler` is how the model embeds, `reranker`
-        whose prompts it scores pairs with, "none" if it does not."""
+        """`generation_config`: the model's defaults, empty if not wanted. `eos_ids`: of the model's files, else the
+        generation_config's and the tokenizer's. `seed` makes the drawn seeds repeatable. `max_logprobs` bounds a request's
+        alternatives. `dialect`: how the model writes reasoning and tool calls, by default what its template shows.
+        `constrain_tools`: calls that the model makes unasked are held to their schemas; ConfigError where its dialect cannot.
+        `pooler`: how the model embeds, `reranker` whose prompts it scores pairs with, "none" if it does not."""
         self.pooler = pooler or Pooler()
         self.reranker = reranker
         self.tokenizer = tokenizer
@@ -142,15 +141,13 @@ class Inputs:
         return {**found, "reasoning_start_ids": start}
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True,
-                priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (),
-                keep: int | None = None, side: Side = "left", parsed: bool = False, adapter: str = "",
-                predicted: str = "") -> Request:
+                priority: int = 0, salt: str = "", tenant: str = "", retain: Sequence[Span] = (), keep: int | None = None,
+                side: Side = "left", parsed: bool = False, adapter: str = "", predicted: str = "") -> Request:
         """A request ready for the engine. RequestError for everything that cannot be honoured.
 
-        `add_special_tokens` applies to text. `salt`, `tenant`, `retain` and `adapter` are the Request's. `keep` keeps that
-        many of the prompt's tokens (vLLM's truncate_prompt_tokens), -1 as many as fit, and cuts the others off at `side`;
-        marks and spans are of the whole prompt. The answer to a request that is `parsed` shows the markers of the model's
-        dialect. Tokens of a `predicted` text are tried as drafts."""
+        `add_special_tokens` applies to text. `salt`, `tenant`, `retain` and `adapter` are the Request's. `keep` keeps so many
+        of the prompt's tokens (vLLM's truncate_prompt_tokens), -1 as many as fit, the rest is cut off at `side`; marks are the
+        whole prompt's. `parsed`: the answer shows the dialect's markers. `predicted`: a text to try as drafts."""
         if self.info.task != "generate":
             raise RequestError(f"this model cannot generate: its checkpoint has no language model's head, only what is needed "
                                f"to {self.info.task}", param="model", code="unsupported_parameter")
@@ -178,15 +175,21 @@ class Inputs:
         return array("I", self.tokenizer.encode(text, False)).tobytes()
 
     def pooling(self, name: str, prompt: str | Sequence[int], pool: Pool, *, add_special_tokens: bool = True, priority: int = 0,
-                salt: str = "", tenant: str = "", keep: int | None = None, side: Side = "left") -> Request:
-        """A request that pools a prompt's hidden states. RequestError as for `request`, whose arguments these are."""
+                salt: str = "", tenant: str = "", keep: int | None = None, side: Side = "right") -> Request:
+        """A request that pools a prompt's hidden states. RequestError as for `request`, whose arguments these are; but where
+        a text is cut, what the tokenizer puts around it stays: encoders pool by it."""
         checkpoint()
         params = SamplingParams(max_tokens=1, detokenize=False, seed=0)
         ids = self._ids(prompt, add_special_tokens, keep is not None)
-        kept = ids if keep is None else self._kept(ids, keep, side, params)
-        if len(kept) >= self.info.max_model_len:
-            raise RequestError(f"a text has {len(kept)} tokens; at most {self.info.max_model_len - 1} are possible. Please "
-                               "reduce the length of the input prompt, or send truncate_prompt_tokens", param="input",
+        most = min(self.info.max_model_len - 1, self.pooler.most or len(ids))
+        kept = ids if keep is None else self._kept(ids, most if keep == -1 else keep, side, params)
+        if len(kept) < len(ids) and isinstance(prompt, str) and add_special_tokens and self.tokenizer is not None:
+            kept = _within(self.tokenizer.encode(""), ids, len(kept), side)
+        if len(kept) > most:
+            why = (" (the max_seq_length of the model's folder)" if most == self.pooler.most else
+                   " in one step (--max-num-batched-tokens bounds it, too)" if self.info.encoder else "")
+            raise RequestError(f"a text has {len(kept)} tokens; at most {most} are possible{why}. Please reduce the length of "
+                               "the input prompt, or send truncate_prompt_tokens", param="input",
                                code="context_length_exceeded")
         return Request(name, kept, params, arrival=time.time(), priority=priority, salt=salt, tenant=tenant, pool=pool)
 
@@ -319,6 +322,16 @@ class Inputs:
                 if inner[:len(newline)] == newline:
                     found[tuple(inner[len(newline):])] = None
         return [list(sequence) for sequence in found if sequence]
+
+
+def _within(around: list[int], ids: list[int], count: int, side: Side) -> list[int]:
+    """`count` of a text's tokens, those that the tokenizer puts `around` every text among them, if there is room for more."""
+    room, inner = count - len(around), len(ids) - len(around)
+    for front in range(len(around) + 1) if room > 0 else ():
+        if ids[:front] == around[:front] and ids[front + inner:] == around[front:]:
+            at = front + (inner - room if side == "left" else 0)
+            return [*around[:front], *ids[at:at + room], *around[front:]]
+    return ids[-count:] if side == "left" else ids[:count]
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

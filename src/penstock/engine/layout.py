@@ -16,8 +16,7 @@ _DECIDED = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_
 
 
 def auto(asked: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The layout of a model, given the values of an engine's options by name; a hub id is downloaded first. ConfigError if one
-    of them decides already, or if the model is too large."""
+    """The layout by an engine's options; a hub id is downloaded. ConfigError if one decides it, or the model is too large."""
     given = [name for name in _DECIDED if asked[name] != 1]
     if given:
         raise ConfigError(f"layout auto decides {given[0]}; leave one of them out")

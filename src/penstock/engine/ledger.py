@@ -8,9 +8,8 @@ from penstock.scheduler.step import LIMITS
 
 
 def ledger(timings: Timings) -> dict[str, float]:
-    """Seconds by phase, and the total, of a sequence that has just been delivered. `draft`: the part of decoding in which steps
-    drafted for it; `decode` is the rest. `detokenize`: from the engine's last token
-    to its text; `sent` is added by whoever sends it."""
+    """Seconds by phase, and in all, of a sequence just delivered. `draft`: the part of decoding in which steps drafted for it;
+    `decode`: the rest. `detokenize`: from the engine's last token to its text; `sent` is added by whoever sends it."""
     now = time.time()
     found = dict.fromkeys(PHASES, 0.0) | dict(zip(PHASES, timings.phases, strict=False))
     drafting = min(found["decode"], timings.draft_seconds)

@@ -1,7 +1,5 @@
 """The offline API: runs the engine in this process and returns whole outputs. `async_llm` is the asyncio counterpart."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
@@ -16,8 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock import canary
-from penstock.config.options import engine_options
 from penstock.config.resolve import replicas
+from penstock.config.schema import engine_options
 from penstock.core import service
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import Adapter, EngineInfo, EngineStats, Pool, Request, Span
@@ -47,8 +45,9 @@ Bar = bool | Callable[..., Any]
 _A_TURN = 64
 """Requests submitted to the engine before each turn: usually more than a step has room for, and less work than a turn."""
 
-_SELDOM = 1000
-"""Collections of the middle generation per full garbage collection while a batch runs: some millions of surviving objects."""
+_SELDOM, _INTERPRETERS = 1000, 10_000
+"""Collections of the middle generation per full garbage collection while a batch runs: some millions of surviving objects. And
+more objects than an interpreter freezes itself when it starts (Python 3.12: 375)."""
 
 _FEW = 256
 """The number of requests that may always run at once; fewer would leave a large device idle."""
@@ -115,7 +114,7 @@ class LLM:
         self.engine.start_profile()
 
     def stop_profile(self, folder: str) -> list[str]:
-        """Ends that. Returns the traces in `folder`, one of each rank."""
+        """Ends that. Returns the traces in `folder`: one of each engine, unless its ranks are on several machines."""
         return self.engine.stop_profile(folder)
 
     # -- work
@@ -126,13 +125,12 @@ class LLM:
                  service_tier: str | Sequence[str | None] | None = None) -> list[RequestOutput]:
         """Completes prompts; the outputs are in the prompts' order. Work begins with those that may have the longest ones.
 
-        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a list of them is a batch, and
-        then `sampling_params` and `priority` may be lists too. Requests share cached prompts only with those of equal
-        `cache_salt` (one for all, or a list); `retention` says what should stay in the cache: Spans for all, or a list of
-        Spans for each prompt. `lora_request` names the adapter that answers, `service_tier` the class of service (one for
-        all, or a list): classes share the engine by their weights, and none is refused for its promise. RequestError, naming
-        the prompt, before anything runs if one cannot be served. A request that fails while it runs ends with finish_reason
-        "error"; the others go on."""
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; for a list of them (a batch)
+        `sampling_params` and `priority` may be lists too. Requests share cached prompts only where `cache_salt` is equal (one
+        for all, or a list); `retention`: what should stay in the cache, Spans for all or a list of them for each prompt.
+        `lora_request` names the adapter that answers, `service_tier` the class of service (one for all, or a list): classes
+        share the engine by their weights, and none is refused for its promise. RequestError, naming the prompt, before anything
+        runs if one cannot be served. One that fails while it runs ends with finish_reason "error"; the others go on."""
         batch = _batch(prompts)
         texts = [_text(prompt) for prompt in batch]
         return self._run(batch, texts, sampling_params, use_tqdm, True, priority, cache_salt, retention, lora_request,
@@ -234,7 +232,7 @@ class LLM:
                                                     add_special_tokens=text.add_special_tokens))
             self._count += 1
         results = {request.id: PoolingRequestOutput.empty(request) for request in requests}
-        self._with_bar(requests, results, use_tqdm)
+        self._finish(requests, results, use_tqdm)
         failed = next((one.error for one in results.values() if one.error), None)
         if failed:
             raise RequestError(f"a prompt could not be pooled: {failed}", code="generation_failed", status=500)
@@ -244,7 +242,7 @@ class LLM:
         """Stops the engine. The LLM cannot be used afterwards."""
         self.engine.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -260,8 +258,7 @@ class LLM:
         count = len(prompts)
         each = zip(prompts, _spread(params, count, "sampling_params"), _spread(priority, count, "priority"),
                    [cache_salt] * count if isinstance(cache_salt, str) else _spread(cache_salt, count, "cache_salt"),
-                   _spans(retention, count),
-                   _spread(adapters, count, "lora_request"),
+                   _spans(retention, count), _spread(adapters, count, "lora_request"),
                    [tiers] * count if isinstance(tiers, str) else _spread(tiers, count, "service_tier"), strict=True)
         requests = []
         for place, (prompt, wanted, order, salt, retain, lora, tier) in enumerate(each):
@@ -275,7 +272,7 @@ class LLM:
                     requests[-1].tier, requests[-1].waits = service.named(tier, self.info.classes), True
             self._count += 1
         results = [RequestOutput.empty(request, text, self._tokenizer) for request, text in zip(requests, texts, strict=True)]
-        self._with_bar(requests, {output.request_id: output for output in results}, use_tqdm)
+        self._finish(requests, {output.request_id: output for output in results}, use_tqdm)
         return results
 
     def _adapter(self, asked: LoRARequest | None) -> str:
@@ -290,13 +287,9 @@ class LLM:
             self._adapters[asked.lora_name] = known = Adapter(asked.lora_name, folder, self.engine.add_adapter(folder))
         return known.digest
 
-    def _with_bar(self, requests: list[Request], results: Mapping[str, Output], use_tqdm: Bar) -> None:
-        bar_of = use_tqdm if callable(use_tqdm) else tqdm
-        with bar_of(total=len(requests), desc="prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            self._finish(requests, results, _Meter(bar))
-
-    def _finish(self, requests: list[Request], results: Mapping[str, Output], meter: _Meter) -> None:
+    def _finish(self, requests: list[Request], results: Mapping[str, Output], use_tqdm: Bar) -> None:
         """Runs `requests` to completion. On any exception, Ctrl-C included, they are aborted in the engine."""
+        bar_of = use_tqdm if callable(use_tqdm) else tqdm
         # The longest possible output goes first, so that it does not end last.
         waiting, engine = deque(sorted(requests, key=lambda one: (one.priority, -self._most(one)))), self.engine
         # So many at once that all could end with the longest. More would leave it to run almost alone in the end, and while
@@ -304,7 +297,9 @@ class LLM:
         lengths = [self._most(request) for request in requests]
         room = max(_FEW, -(-sum(lengths) // max(lengths, default=1)))
         try:
-            with _interrupts_between_turns() as interrupt, _old_objects_at_rest():
+            with (bar_of(total=len(requests), desc="prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar,
+                  _interrupts_between_turns() as interrupt, _old_objects_at_rest()):
+                meter = _Meter(bar)
                 while waiting or len(self._outputs):
                     self._submit(waiting, room)
                     deltas = self._outputs.push(engine.turn())
@@ -321,6 +316,7 @@ class LLM:
                     interrupt()
             self._drain()
         except BaseException:
+            engine.expect(0)
             for request in requests:
                 self._outputs.forget(request.id)
             engine.abort([request.id for request in requests])
@@ -342,10 +338,11 @@ class LLM:
                 self.engine.submit(request)
             except RequestError as error:
                 if error.code == "queue_full" and len(self._outputs):
-                    return
+                    break
                 raise
             self._outputs.register(request)
             waiting.popleft()
+        self.engine.expect(min(len(waiting), room - len(self._outputs)))
 
     def _drain(self) -> None:
         """Runs the engine until the aborted requests have ended."""
@@ -356,7 +353,7 @@ class LLM:
 class _Meter:
     """The progress bar's statistics: finished prompts, and input and output tokens per second."""
 
-    def __init__(self, bar: tqdm[Any]) -> None:
+    def __init__(self, bar: "tqdm[Any]") -> None:
         self._bar = bar
         self._start = self._shown = time.perf_counter()
         self._read = self._written = 0
@@ -403,10 +400,9 @@ def _interrupts_between_turns() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _old_objects_at_rest() -> Iterator[None]:
-    """Leaves the objects that there are out of garbage collections inside the block, where full ones are rare: one takes longer
-    than a step, and a batch triggers many."""
+    """Leaves present objects out of collections in the block, and makes full ones rare: each would take longer than a step."""
     first, second, third = gc.get_threshold()
-    if third >= _SELDOM or gc.get_freeze_count():
+    if third >= _SELDOM or gc.get_freeze_count() > _INTERPRETERS:
         # Another caller is inside such a block, or the program has frozen its objects itself.
         yield
         return

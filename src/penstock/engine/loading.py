@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.checkpoint import Pooler, eos_ids, read_config, read_generation_config, read_pooler, resolve_folder
-from penstock.config.options import generation_defaults
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, generation_defaults
 from penstock.core.request import EngineInfo
 from penstock.core.sampling import MOST_LOGPROBS
 from penstock.dialects.choice import choose
@@ -38,7 +37,7 @@ def find(options: EngineOptions) -> ModelFiles:
                 **generation_defaults(options.override_generation_config)}
     pooler, reranker = read_pooler(folder), options.reranker
     if options.pooling != "auto":
-        pooler = Pooler(options.pooling, pooler.normalize)
+        pooler = Pooler(options.pooling, pooler.normalize, most=pooler.most)
     if reranker == "auto":
         reranker = "qwen3" if "qwen3-reranker" in options.model.lower() else "none"
     return ModelFiles(str(folder), str(tokenizer_folder(options, folder)), defaults, eos_ids(folder, read_config(folder)),

@@ -1,18 +1,19 @@
 """The ranks of an engine: the interface of one, and several as one."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.config.resolve import EngineConfig
-from penstock.core.layout import CacheLayout
-from penstock.core.plan import Ints, StepResult
+from penstock.core.plan import Ints, LoadResult, StepResult, WriteResult
 from penstock.core.rank import Loaded, Prepared, Survey
-from penstock.core.transfer import LoadResult, WriteResult
+from penstock.core.state import CacheLayout
 from penstock.engine.executor import Launches
 from penstock.stores.opening import Opening
 
@@ -26,7 +27,6 @@ class Rank(Launches, Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether `launch` returns without waiting for the device."""
-        ...
 
     def survey(self) -> Survey: ...
 
@@ -40,7 +40,6 @@ class Rank(Launches, Protocol):
 
     def look(self) -> None:
         """Raises EngineDeadError if the rank is lost."""
-        ...
 
     def add_adapter(self, folder: str) -> str: ...
 
@@ -52,7 +51,6 @@ class Rank(Launches, Protocol):
 
     def close(self) -> None:
         """Frees everything that the rank has allocated. May be called at any time, and repeatedly."""
-        ...
 
 
 Found = TypeVar("Found")
@@ -71,6 +69,8 @@ class RankGroup(ABC):
         """By pipeline stage, what its experts were asked for."""
         self._loads: dict[int, list[LoadResult]] = {}
         self._writes: dict[int, list[WriteResult]] = {}
+        self.seconds: npt.NDArray[np.float64] = np.zeros(1)
+        """Of the steps so far, by rank."""
 
     def mask_room(self, lines: int, words: int) -> Ints:
         return np.empty((lines, words), np.int32)
@@ -113,8 +113,21 @@ class RankGroup(ABC):
         self._each("start_profile")
 
     def stop_profile(self, folder: str) -> list[str]:
-        """The files of all ranks."""
-        return [name for names in self._each("stop_profile", folder) for name in names]
+        """One trace with rows of each rank; one of each where some are on other machines."""
+        paths = [Path(name) for names in self._each("stop_profile", folder) for name in names]
+        if all(path.exists() for path in paths):
+            events = list[dict[str, Any]]()
+            for rank, path in enumerate(paths):
+                trace = json.loads(path.read_text())
+                path.unlink()
+                for event in trace["traceEvents"]:
+                    # Arrows are numbered by each process.
+                    events.append(event | {"id": f"{rank}.{event['id']}"} if "id" in event else event)
+                    if event["name"] == "process_labels" and event["args"]["labels"] == "CPU":
+                        event["args"]["labels"] = f"rank {rank}"
+            paths = paths[:1]
+            paths[0].write_text(json.dumps(trace | {"traceEvents": events}))
+        return [str(path) for path in paths]
 
     def agree(self, results: Sequence[StepResult]) -> StepResult:
         """The result of a step, given the results of all ranks. A transfer has ended once it has on all ranks."""
@@ -125,6 +138,7 @@ class RankGroup(ABC):
             if not np.array_equal(other.tokens, first.tokens):
                 raise RuntimeError(f"ranks {start} and {i} chose different tokens in step {first.id}: {first.tokens.tolist()} "
                                    f"and {other.tokens.tolist()}")
+        self.seconds = self.seconds + [one.seconds for one in results]
         self._picks.update((stage, one.picks) for stage, one in enumerate(results[::width]) if one.picks is not None)
         if first.picks is not None:
             first.picks = np.concatenate([self._picks[stage] for stage in sorted(self._picks)])

@@ -1,6 +1,6 @@
 """Machines by Ray: finds nodes of its cluster for the ranks of other machines, and keeps an actor on each that runs them.
 
-The ranks and their connections are those of machines started by hand (`engine/machine.py`, `engine/remote.py`); Ray carries no
+The ranks and their connections are those of machines started by hand (`engine/remote.py`, `engine/remote.py`); Ray carries no
 tensor and no plan. The process that has the engine is Ray's driver, so that actors end with it, whatever happens."""
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import ConfigError
-from penstock.engine import machine
+from penstock.engine import remote
 from penstock.observe.log import LOG
 from penstock.parallel.axis import Place
 
@@ -24,8 +24,8 @@ class _Machine:
     """One machine's ranks. The actor."""
 
     def run(self, options: bytes, places: bytes) -> int:
-        """Returns when they have ended (`engine/machine.py::run`)."""
-        return machine.run(options, msgspec.json.decode(places, type=list[Place]), again=False)
+        """Returns when they have ended (`engine/remote.py::run`)."""
+        return remote.run(options, msgspec.json.decode(places, type=list[Place]), again=False)
 
 
 class RayCluster:

@@ -1,7 +1,7 @@
 """Ranks in processes of their own: starts them, tells them what to do, and notices when one is lost.
 
 Each rank has two ZMQ sockets in a folder that only this user may enter. A rank that has ended, is stopped, or has been silent
-for too long is lost, and with it the group: every other rank may be waiting for it."""
+for too long is lost, and with it the group: others may wait for it. On another machine, `run` starts those of that machine."""
 
 import shutil
 import subprocess
@@ -19,14 +19,36 @@ import msgspec
 import zmq
 
 from penstock.core import child
-from penstock.core.child import Failed
 from penstock.core.control import CALLS, Answer, Drafted, Loading, Said, Stepped, Told
 from penstock.core.errors import EngineDeadError, RankLostError
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import Progress, Rank, RankGroup
+from penstock.observe.log import LOG
 from penstock.parallel.axis import Place
+
+_LOOK_SECONDS = 0.1
+_AGAIN_SECONDS = 2.0
+"""Time for machine 0 to let go of ranks that are lost, before others are started in their place."""
+
+
+def run(options: bytes, places: Sequence[Place], again: bool) -> int:
+    """Runs ranks with the encoded options until the engine ends them (status 0) or one is lost (1), or all start `again`."""
+    while True:
+        LOG.info("ranks %d to %d join the engine at %s", places[0].rank, places[-1].rank, places[0].rendezvous)
+        processes = [started(options, place, address_of(place)) for place in places]
+        try:
+            while all(process.poll() is None for process in processes):
+                time.sleep(_LOOK_SECONDS)
+            ended = {process.poll() for process in processes} <= {0, None}
+        finally:
+            for process in processes:
+                finish(process, _AGAIN_SECONDS)
+        if ended or not again:
+            return 0 if ended else 1
+        LOG.error("a rank was lost; the ranks of this machine start again")
+
 
 _SILENCE = 4.0
 """Seconds without a sign of life after which a rank that is ready is lost."""
@@ -56,7 +78,7 @@ class RemoteRank:
         self._decode: Callable[[bytes], Said] = decoder(Said)
         self.results: deque[StepResult] = deque()
         self.drafts: deque[Ints] = deque()
-        self.answers: deque[msgspec.Raw | Failed] = deque()
+        self.answers: deque[msgspec.Raw | child.Failed] = deque()
         """Results of calls, or why they failed."""
         self.progress: Progress | None = None
         self.ready = False
@@ -105,9 +127,9 @@ class RemoteRank:
             elif isinstance(message, Loading):
                 if self.progress is not None:
                     self.progress(message.done, message.total)
-            elif isinstance(message, Failed) and message.kind != "other":
+            elif isinstance(message, child.Failed) and message.kind != "other":
                 self.answers.append(message)
-            elif isinstance(message, Failed):
+            elif isinstance(message, child.Failed):
                 self.failed = f"{self.name} failed: {message.reason}"
             else:
                 self.moved = self._heard if message.worked > self._worked + _WORK else self.moved
@@ -214,8 +236,7 @@ class RemoteGroup(RankGroup):
         """Starts a process at each of the first places, as many as are `here`, with the encoded options; other machines start
         the rest. None is left if that fails. `end` is called after the end of all. `renews`: ranks outlive others.
 
-        All share the process's context of ZeroMQ: one of their own would wait for its sockets for ever if it was collected in a
-        cycle with them, as that of an engine that nobody has closed."""
+        All share the process's ZeroMQ context: an own one, collected in a cycle with its sockets, would wait for them."""
         self._folder = child.own_folder()
         super().__init__([], max(place.stage for place in places))
         self._closed = False
@@ -274,7 +295,7 @@ class RemoteGroup(RankGroup):
             waiting = [rank for rank in self.ranks if rank not in found]
             self.look(waiting[0])
             found.update((rank, rank.answers.popleft()) for rank in waiting if rank.answers)
-            failed = next((answer for answer in found.values() if isinstance(answer, Failed)), None)
+            failed = next((answer for answer in found.values() if isinstance(answer, child.Failed)), None)
             if failed is not None and (len(found) == len(self.ranks) or "adapter" not in call):
                 raise failed.error()
         for rank in self.ranks:
@@ -297,8 +318,7 @@ class RemoteGroup(RankGroup):
             raise self._lost
 
     def look(self, first: RemoteRank | None = None) -> None:
-        """Takes in what ranks say, for a while if the `first` has said nothing. Raises EngineDeadError if one is lost; then no
-        process is left, as none can go on without the others."""
+        """Takes in what ranks say, waiting if the `first` said nothing. EngineDeadError if one is lost; then all have ended."""
         self._raise()
         try:
             if first is not None:
@@ -381,4 +401,3 @@ def _stopped(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state in "Tt"
-

@@ -121,11 +121,11 @@ class Replicas:
     def __init__(self, options: Sequence[Any], *, on_outputs: Callable[[EngineOutputs[Delta]], None],
                  on_refused: Callable[[Refused], None], on_death: Callable[[str], None],
                  on_loading: Callable[[int, int], None] | None = None, engine: str = ENGINE) -> None:
+        """`options`: those of each replica (`config/resolve.py::replicas`)."""
         self._on_outputs = on_outputs
         self._on_refused = on_refused
         self._on_death = on_death
         self._ready = False
-        """`options`: those of each replica (`config/resolve.py::replicas`)."""
         self._folder = own_folder()
         self._together = options[0].enable_expert_parallel
         """Whether they step together, so that none can go on without the others."""

@@ -137,9 +137,8 @@ class _Place(NamedTuple):
 def written(render: Callable[[Messages, Tools], str], messages: Messages, tools: Tools) -> Marked:
     """Renders a conversation with `render`, and finds the marks (cache_control) of its messages, their parts and its tools.
 
-    The template must not see the marks, and it decides where contents appear. So the conversation is rendered once as it is and
-    once with a unique random word at each mark; a mark is where its word appears. RequestError for an invalid mark, or for one
-    whose place the template does not render."""
+    The template must not see marks, and decides where contents appear: so the conversation is rendered as it is and with a
+    random word at each mark, which is where its word appears. RequestError for an invalid mark, or one that is not rendered."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         # `render` says what is wrong with it.
         return Marked(render(messages, tools))

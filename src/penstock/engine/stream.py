@@ -1,7 +1,5 @@
 """The outputs of one client's requests as they arrive, for a reader on the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ class Stream:
     `async for deltas in stream` yields all deltas since the last iteration, at least one. Raises RequestError when a request
     was refused or failed, EngineDeadError when the engine died; the other requests of the stream are then aborted."""
 
-    def __init__(self, work: Workers, drop: Callable[[Stream], None]) -> None:
+    def __init__(self, work: Workers, drop: "Callable[[Stream], None]") -> None:
         """`work` runs the encoding of long answers; `drop` forgets the stream's open requests and aborts them."""
         self.work = work
         self._drop = drop
@@ -42,7 +40,7 @@ class Stream:
         self.ends: dict[str, None] = {}
         """The finish reasons in order of appearance; with the totals above for the log."""
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> "Stream":
         return self
 
     async def __anext__(self) -> list[Delta]:
@@ -123,7 +121,7 @@ class Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> "Stream":
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.checkpoint import Fingerprint, sample
 from penstock.config.tiers import TierPlan
-from penstock.core.layout import CacheLayout
+from penstock.core.state import CacheLayout
 from penstock.core.steptime import StepTime
 from penstock.stores.opening import Opening, open_stores
 from penstock.stores.version import Version

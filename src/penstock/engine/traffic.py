@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import RequestError
-from penstock.core.lateness import Lateness
 from penstock.core.request import Request, Timings, Update
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS
+from penstock.core.steptime import Lateness
 from penstock.engine.ledger import ledger
 from penstock.engine.outputs import Delta
 from penstock.engine.stream import Stream
 from penstock.observe.figures import Figures
+from penstock.scheduler.admission import CHOICES
 
 _ENDED = 200
 """Sequences that `Traffic.ended` remembers."""
@@ -59,6 +60,8 @@ class Traffic:
         self._step_tokens = 0
         self.delivery = Lateness()
         """Seconds of first tokens from the engine to their stream."""
+        self._prompts = Counter[Stream]()
+        """Open requests by the stream of their answers: the prompts of a client's request share one."""
         self._list_words = 0
         """The device memory used by the open requests' sampling parameters, in 4-byte words."""
 
@@ -71,11 +74,11 @@ class Traffic:
     @property
     def streams(self) -> set[Stream]:
         """Every stream with an open request."""
-        return {track.stream for track in self._tracks.values()}
+        return set(self._prompts)
 
     def check_room(self, requests: Sequence[Request], most: int) -> None:
-        """RequestError 503 if more than `most` requests would be open, which the engine runs and queues. A busy engine refuses
-        them itself; this check bounds the requests sent to an engine that does not answer."""
+        """RequestError 503 if `most` requests are open, as the engine runs and queues, or CHOICES times as many prompts: one
+        request must not keep others out. A busy engine refuses them itself; this bounds what one that hangs is sent."""
         words = sum(request.list_words for request in requests)
         if words > MAX_OPEN_LIST_WORDS:
             raise RequestError(f"bad_words, logit_bias and allowed_token_ids of all n sequences take {4 * words:,} bytes of "
@@ -85,14 +88,16 @@ class Traffic:
             self.figures.refused += 1
             raise RequestError("the lists of other requests (bad_words, logit_bias, allowed_token_ids) take "
                                "all the device memory there is for them; try again in a moment", code="overloaded", status=503)
-        if len(self) >= most:
+        if len(self._prompts) >= most or len(self) >= CHOICES * most:
             self.figures.refused += 1
-            raise RequestError(f"{len(self)} requests are open; at most {most} run and wait (--max-num-queued-reqs); try again "
-                               "in a moment", code="queue_full", status=503)
+            raise RequestError(f"{len(self._prompts)} requests with {len(self)} prompts are open; at most {most} with "
+                               f"{CHOICES * most} run and wait (--max-num-queued-reqs); try again in a moment",
+                               code="queue_full", status=503)
 
     def open(self, request: Request, stream: Stream, now: float) -> None:
         """Counts a request of `stream` as open."""
         self._tracks[request.id] = Track(request, stream, now)
+        self._prompts[stream] += 1
         self.tenant_tokens[request.tenant] += len(request.prompt_ids)
         self._list_words += request.list_words
         stream.open.add(request.id)
@@ -102,6 +107,9 @@ class Traffic:
     def forget(self, name: str) -> Track:
         """Removes a request and returns its track."""
         track = self._tracks.pop(name)
+        self._prompts[track.stream] -= 1
+        if not self._prompts[track.stream]:
+            del self._prompts[track.stream]
         tenant = track.request.tenant
         self.tenant_tokens[tenant] -= len(track.request.prompt_ids)
         self._list_words -= track.request.list_words

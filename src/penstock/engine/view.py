@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock.cache.manager import Cache
 from penstock.cache.prefix import Node
 from penstock.core.plan import StepPlan, StepResult
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.core.service import DEFAULT
 from penstock.scheduler.scheduler import Scheduler
 

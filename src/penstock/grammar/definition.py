@@ -14,7 +14,6 @@ from penstock.core.sampling import StructuredOutputsParams
 from penstock.core.structure import Node
 from penstock.grammar import schema as schemas
 from penstock.grammar.order import with_orders
-from penstock.grammar.schema import OPTIONS, UnenforceableError, enforceable, resolve_in
 from penstock.grammar.tags import tags_node
 from penstock.grammar.tools import lark_of, lark_text, regex_text
 from penstock.grammar.vocabulary import Described
@@ -35,8 +34,7 @@ def limits() -> "LLParserLimits":
     """Returns llguidance's limits for compiling (50,000 units of fuel take about a millisecond) and for each token's mask."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(initial_lexer_fuel=5_000_000, max_grammar_size=500_000, max_lexer_states=50_000,
-                          verbose_errors=False)
+    return LLParserLimits(initial_lexer_fuel=5_000_000, max_grammar_size=500_000, max_lexer_states=50_000, verbose_errors=False)
 
 
 def define(params: StructuredOutputsParams) -> str:
@@ -74,7 +72,7 @@ def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
     if params.disable_additional_properties:
         schema = _closed(schema)
     try:
-        checked = enforceable(schema)
+        checked = schemas.enforceable(schema)
         grammar = _json_grammar(with_orders(checked), params)
         message = _fault(grammar)
         if message:
@@ -83,8 +81,8 @@ def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
             message = _fault(grammar)
         if message:
             raise _located(checked, params, message)
-    except UnenforceableError as error:
-        raise UnenforceableError(_present(schema, error.pointer), error.why) from None
+    except schemas.UnenforceableError as error:
+        raise schemas.UnenforceableError(_present(schema, error.pointer), error.why) from None
     return grammar
 
 
@@ -103,7 +101,7 @@ def node_grammar(node: Node, special: dict[str, int]) -> str:
 def _json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    options: dict[str, Any] = dict(OPTIONS)
+    options: dict[str, Any] = dict(schemas.OPTIONS)
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
     if params.disable_any_whitespace:
@@ -195,7 +193,7 @@ def _bytes_tokenizer(size: int = 257) -> "LLTokenizer":
     return LLTokenizer(cast("TokenizerWrapper", Described(tokens, lambda text: list(text.encode()), 256, None, [256])))
 
 
-def _located(schema: Any, params: StructuredOutputsParams, message: str) -> UnenforceableError:
+def _located(schema: Any, params: StructuredOutputsParams, message: str) -> schemas.UnenforceableError:
     """Returns the error for a schema that llguidance refuses, located at the deepest subschema that it refuses by itself."""
     place, found, tries = "#", message, _TRIES
     definitions = {key: schema[key] for key in ("$defs", "definitions", "$schema") if key in schema}
@@ -210,14 +208,14 @@ def _located(schema: Any, params: StructuredOutputsParams, message: str) -> Unen
                 place, here, found = pointer, part, why
                 break
         else:
-            return UnenforceableError(place, found)
+            return schemas.UnenforceableError(place, found)
 
 
 def _present(schema: Any, pointer: str) -> str:
     """Returns the longest part of the pointer that exists in the user's schema: rewriting adds subschemas."""
     while pointer != "#":
         try:
-            resolve_in(schema, pointer)
+            schemas.resolve_in(schema, pointer)
             break
         except KeyError:
             pointer = pointer.rpartition("/")[0] or "#"
@@ -228,5 +226,5 @@ def _target(schema: Any, root: Any) -> list[tuple[Any, str]]:
     """Returns (target, reference) of a schema with a reference; None if it has none or the target is a reference itself."""
     if not isinstance(schema, dict) or "$ref" not in schema:
         return []
-    target = resolve_in(root, schema["$ref"])
+    target = schemas.resolve_in(root, schema["$ref"])
     return [] if isinstance(target, dict) and "$ref" in target else [(target, schema["$ref"])]

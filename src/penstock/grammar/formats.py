@@ -14,8 +14,7 @@ _FRACTION = r"(?:\.[0-9]+)?"
 _OFFSET = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FULL_TIME = (f"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}{_OFFSET}"
               rf"|23:59:60{_FRACTION}(?:[zZ]|[+-]00:00))")
-# The third and fourth characters of a label are not both hyphens: that prefix is reserved for punycode, which is not a regular
-# language.
+# A label's third and fourth characters are not both hyphens: that prefix is for punycode, which is no regular language.
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9]|[a-zA-Z0-9-]?[a-zA-Z0-9]|[a-zA-Z0-9-][a-zA-Z0-9][a-zA-Z0-9-]{0,59}[a-zA-Z0-9])?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"

@@ -5,8 +5,7 @@ the forced tokens. A state is advanced when a mask is requested, because all ear
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterator, Sequence as List
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,7 @@ import numpy.typing as npt
 
 from penstock.core.masking import MaskedSegment
 from penstock.core.plan import Ints, Masks
-from penstock.core.request import Request
-from penstock.core.sequence import Sequence
+from penstock.core.request import Request, Sequence
 from penstock.grammar.compiling import Compiler, parallel
 from penstock.grammar.definition import is_json
 
@@ -68,8 +66,7 @@ _Asked = tuple["LLMatcher", int, list[int]]
 class Masker:
     """The masker of one engine. Implements `core/masking.py::Masker`."""
 
-    def __init__(self, compiler: Compiler, vocab_size: int,
-                 propose: Callable[[Sequence, int, list[int]], None] | None = None,
+    def __init__(self, compiler: Compiler, vocab_size: int, propose: Callable[[Sequence, int, list[int]], None] | None = None,
                  spare: Callable[[], int] = lambda: 1 << 30, room: Callable[[int, int], Ints] | None = None) -> None:
         """`propose(sequence, at, tokens)` receives forced tokens from `at` on; `spare()` says how many a step can check;
         `room(lines, words)` returns int32 memory [lines, words] for a step's masks."""
@@ -119,8 +116,8 @@ class Masker:
         self._compiler.numbers.bound(_numbered(rows), bits)
         for first, segment, state in rows:
             if state.forced:
-                self._force(segment, state, bits, first)
-            elif len(segment.sequence.tokens) < state.least:
+                _force(segment.drafts, state.forced, bits[first:])
+            if len(segment.sequence.tokens) < state.least:
                 _hold_back(segment, state, bits, first)
             if state.begin and state.matcher is not None:
                 _allow(bits[first], state.begin[0])
@@ -130,9 +127,10 @@ class Masker:
 
     def _behind(self, first: int, segment: MaskedSegment, state: GrammarState, bits: Ints) -> list[_Asked]:
         """The masks that a matcher must compute behind forced tokens or behind the end of thinking, if it is asked at all."""
-        if state.thinking:
-            self._think(state, segment, bits, first)
-            behind = _end_of_thinking(state, segment)
+        since = state.since if state.thinking else _begun(state, segment)
+        if since is not None:
+            behind = _end_of_thinking(state, segment, since)
+            self._think(state, segment, since, bits[first:], behind)
             if state.matcher is not None and not state.forced:
                 # An answer that ends while the model thinks would not satisfy the constraint.
                 thought = len(segment.drafts) + 1 if behind is None else behind
@@ -226,20 +224,22 @@ class Masker:
                 return sequence.tokens[at:]
         return []
 
-    def _think(self, state: GrammarState, segment: MaskedSegment, bits: Ints, first: int) -> None:
-        """Leaves thinking unconstrained up to its budget, then forces its end."""
-        sequence = segment.sequence
-        if not state.thinking or state.budget is None:
+    def _think(self, state: GrammarState, segment: MaskedSegment, since: int, bits: Ints, behind: int | None) -> None:
+        """Leaves thinking unconstrained up to its budget, then forces its end. `since`: the position at which it began, perhaps
+        within drafts. `behind`: as `_end_of_thinking`."""
+        if state.budget is None or state.forced:
             return
-        thought = len(sequence.tokens) - state.since
-        if thought >= state.budget and not state.forced:
-            state.forced = list(state.end)
-            if len(state.end) > 1 and self._propose is not None:
-                self._propose(sequence, len(sequence.tokens) + 1, state.end[1:])
-        elif thought + len(segment.drafts) >= state.budget and not state.forced:
-            # Drafts extend beyond the budget: keep only drafts that fit.
-            for line in range(state.budget - thought, len(segment.drafts) + 1):
-                _only(bits[first + line], state.end[0])
+        sequence = segment.sequence
+        left = since + state.budget - len(sequence.tokens)
+        if left <= 0:
+            # Its first tokens may have been forced within drafts.
+            given = sequence.tokens[since + state.budget:]
+            state.forced = list(state.end[len(given):] if state.end[:len(given)] == given else state.end)
+            if len(state.forced) > 1 and self._propose is not None:
+                self._propose(sequence, len(sequence.tokens) + 1, state.forced[1:])
+        elif left <= len(segment.drafts) and (behind or left + 1) > left:
+            # Drafts extend beyond the budget, and do not end the thinking before.
+            _force(segment.drafts[left:], state.end, bits[left:])
 
     def _fill(self, todo: list[_Asked], bits: Ints) -> None:
         """Fills the masks of all matchers."""
@@ -259,13 +259,6 @@ class Masker:
             if matcher.is_error():
                 # The state is too complex for a mask: no token is allowed, and the request ends with an error.
                 bits[line] = 0
-
-    def _force(self, segment: MaskedSegment, state: GrammarState, bits: Ints, first: int) -> None:
-        for line, token in enumerate(state.forced[:1 + len(segment.drafts)]):
-            _only(bits[first + line], token)
-            if segment.drafts[line:line + 1] != [token]:
-                # Drafts after a rejected draft are never kept.
-                break
 
     @functools.cached_property
     def _pool(self) -> "LLExecutor":
@@ -291,6 +284,15 @@ def _numbered(rows: list[_Row]) -> Iterator[tuple[int, list[int], int]]:
                 yield first + line, [*known, *segment.drafts[:line]], start
 
 
+def _force(drafts: List[int], tokens: List[int], bits: Ints) -> None:
+    """Forces tokens in the masks of drafts' places, and of the one behind them."""
+    for line, token in enumerate(tokens[:1 + len(drafts)]):
+        _only(bits[line], token)
+        if drafts[line:line + 1] != [token]:
+            # Drafts after a rejected draft are never kept.
+            break
+
+
 def _only(words: Ints, token: int) -> None:
     words[:] = 0
     words.view(np.uint32)[token // 32] = 1 << token % 32
@@ -306,11 +308,20 @@ def _exclude(words: Ints, tokens: List[int]) -> None:
         words.view(np.uint32)[..., token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def _end_of_thinking(state: GrammarState, segment: MaskedSegment) -> int | None:
+def _begun(state: GrammarState, segment: MaskedSegment) -> int | None:
+    """Returns the position at which thinking begins within the segment's drafts; None if it does not, or may not there."""
+    if not state.begin or state.matcher is not None:
+        return None
+    tokens, count = [*segment.sequence.tokens, *segment.drafts], len(state.begin)
+    first = max(segment.sequence.prompt_len, len(segment.sequence.tokens) - count + 1)
+    return next((at + count for at in range(first, len(tokens) - count + 1) if tokens[at:at + count] == state.begin), None)
+
+
+def _end_of_thinking(state: GrammarState, segment: MaskedSegment, since: int) -> int | None:
     """Returns the number of the segment's drafts up to the end of thinking; None if they do not end it."""
     known, count = segment.sequence.tokens, len(state.end)
     tokens = [*known[len(known) - count + 1:], *segment.drafts]
-    first = state.since - len(known) + count
+    first = since - len(known) + count
     return next((drafts for drafts in range(max(1, first), len(segment.drafts) + 1)
                  if tokens[drafts - 1:drafts - 1 + count] == state.end), None)
 

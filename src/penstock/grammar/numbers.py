@@ -4,8 +4,7 @@ to most readers: tokens that would make the number being written overflow are ex
 import functools
 import math
 import re
-from collections.abc import Iterable
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Sequence as List
 
 import numpy as np
 

@@ -1,5 +1,4 @@
-"""Makes JSON schemas enforceable: each keyword is enforced, rewritten into enforceable keywords, or refused with its JSON
-pointer.
+"""Makes JSON schemas enforceable: a keyword is enforced, rewritten into others, or refused with its JSON pointer.
 
 `enforceable` returns a schema with the same valid values, all of whose keywords llguidance enforces. Nothing is approximated: a
 keyword that cannot be kept exactly raises `UnenforceableError`. `compiling.py` compiles."""
@@ -273,8 +272,7 @@ class _Walk:
 
     def dependencies(self, schema: dict[str, Any], pointer: str) -> None:
         """Rewrites dependencies: the property is absent, or it is present and the required properties or the schema hold."""
-        key = pointer.rpartition("/")[2]
-        found = schema.pop(key)
+        found = schema.pop(pointer.rpartition("/")[2])
         if not isinstance(found, dict):
             raise UnenforceableError(pointer, "it must be an object")
         for name, wanted in found.items():
@@ -383,8 +381,7 @@ _REWRITES: dict[str, _Rewrite] = {
 
 
 def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:
-    """Returns False if `root` certainly has no finite value, because its references recurse without end, which llguidance does
-    not detect.
+    """False if `root` certainly has no finite value: its references recurse without end, which llguidance does not detect.
 
     Computes a least fixed point: no subschema has a finite value at first, and each round adds those whose parts have one."""
     ends: dict[int, bool] = {}

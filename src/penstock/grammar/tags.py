@@ -49,8 +49,7 @@ def _format(value: Any, place: str) -> Node:
 
 
 def _elements(value: Any, place: str) -> tuple[Node, ...]:
-    listed = _get(value, "elements", list, place)
-    nodes = [_format(part, f"{place}/elements/{at}") for at, part in enumerate(listed)]
+    nodes = [_format(part, f"{place}/elements/{at}") for at, part in enumerate(_get(value, "elements", list, place))]
     out: list[Node] = []
     for node, following in zip(nodes, [*nodes[1:], None], strict=True):
         # Text ends where the next literal begins.

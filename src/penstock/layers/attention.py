@@ -2,28 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Field, StateSpec, Window
-from penstock.layers.build import Build
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.norm import LayerNorm, NoNorm, NormSpec, RMSNorm, RMSNormSpec, build_norm
-from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.block import LayerNorm, NoNorm, NormSpec, RMSNorm, RMSNormSpec, build_norm
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, TokenShare, Works
-from penstock.ops.attention import WHOLE, Geometry, Span, Stripe
+from penstock.ops.attention import WHOLE, AttentionOps, Geometry, Span, Stripe
 from penstock.ops.codec import Codec, Scales, hadamard
 from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
 from penstock.quant.scheme import PLAIN, pack
-
-_MASKED = 256
-"""Queries at a time whose scores have addends: bounds the memory of those."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,8 @@ class Attention:
                 q, k, cos, sin = qk[:, :heads], qk[:, heads:], None, None
             q, k = self._norms[0](q), self._norms[1](k)
         if not spec.causal:
-            out = self._seeing_all(*self._turned(q, k, step, cos, sin), v, step)
+            q, k = self._turned(q, k, step, cos, sin)
+            out = kernels.attention.whole(q, k, v, step.query_start, spec.scale, spec.window, self.slopes)
             return self.o(*step.narrow(out.view(tokens, -1), ends))
         q = self._enter(q, k, v, step, cos, sin)
         if spec.growth is not None:
@@ -268,37 +263,13 @@ class Attention:
         out = out.view(tokens, -1)
         if division is not None:
             out = out.index_select(0, division.own)
-        return self.o(*step.narrow(out, ends))
+        return self.o(out, step) if ends is None else self.o(*step.narrow(out, ends))
 
     def inject(self, x: torch.Tensor, step: Step) -> None:
         """Writes the keys and values of x [T, W] to the cache at the step's tokens, and computes nothing else."""
         spec, qkv = self.spec, self.qkv(x, step).view(len(x), -1, self.spec.head_size)
         q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
         self._enter(q, k, v, step, self.cos, self.sin)
-
-    def _seeing_all(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
-        """Attention of every token to all of its segment, or to those nearer than the window on either side."""
-        out, spec = torch.zeros_like(q), self.spec
-        for start, end in pairwise(step.query_start.tolist()):
-            keys, values = (x[start:end].transpose(0, 1) for x in (k, v))
-            near = not spec.slopes and not 0 < spec.window < end - start
-            for at in range(start, end, max(1, end - start) if near else _MASKED):
-                queries = q[at:min(at + _MASKED, end) if not near else end].transpose(0, 1)
-                mask = None if near else self._distances(at - start, queries.shape[1], end - start, q)
-                seen = F.scaled_dot_product_attention(queries, keys, values, mask, scale=spec.scale)
-                out[at:at + queries.shape[1]] = seen.transpose(0, 1)
-        return out
-
-    def _distances(self, first: int, queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
-        """Addends of scores by the distance of query and key, for queries from position `first` on."""
-        at = torch.arange(keys, device=like.device)
-        far = (at[first:first + queries, None] - at).abs()
-        found = torch.zeros(far.shape, dtype=torch.float32, device=like.device)
-        if self.slopes is not None:
-            found = -self.slopes[:, None, None] * far
-        if self.spec.window:
-            found = found.masked_fill(far >= self.spec.window, -torch.inf)
-        return found.to(like.dtype)
 
     def _joined(self, q: torch.Tensor, step: Step, ranks: Group) -> torch.Tensor:
         """Attention where each rank has some of the keys. Of few queries, the ranks' results are joined by the logarithms of
@@ -308,8 +279,7 @@ class Attention:
             parts, sums = self._kernels.attention.striped(
                 q, self.k, self.v, table, step.query_start, step.context, spec.scale, spec.softcap, self.sinks,
                 step.work[self.work], library, self.slopes, self.scales, self._stripe)
-            weights = ranks.gather(sums).softmax(0)
-            out = (ranks.gather(parts) * weights[..., None]).sum(0).to(q.dtype)
+            out = joined(parts, sums, ranks).to(q.dtype)
         else:
             out = torch.zeros_like(q)
         for span in library:
@@ -320,31 +290,17 @@ class Attention:
     def _gathered(self, q: torch.Tensor, span: Span, row: torch.Tensor, division: TokenShare, ranks: Group,
                   out: torch.Tensor) -> None:
         """A long segment, of which this rank computes its pieces over the keys of all ranks."""
-        spec, ops, size = self.spec, self._kernels.attention, self.k.shape[2] * ranks.size
-        length = span.before + span.count
-        pages = row[:-(-length // size)].long()
-
-        def whole(x: torch.Tensor) -> torch.Tensor:
-            # By bytes: not every device picks FP8 by index. Then stripe by stripe within each page.
-            stripes = ranks.gather(x.view(torch.uint8)[pages] if x.element_size() == 1 else x[pages])
-            return stripes.movedim(0, 2).flatten(2, 3).contiguous().view(x.dtype)
-
-        k, v = whole(self.k), whole(self.v)
-        scales = self.scales and Scales(self.scales.codec, *(None if one is None else whole(one)
-                                                             for one in (self.scales.k, self.scales.v)))
-        geometry = self._geometry(size)
-        numbers = torch.arange(len(pages), dtype=torch.int32, device=q.device)[None]
+        spec, length = self.spec, span.before + span.count
+        k, v, *beside = (None if one is None else gathered(one, row, length, ranks)
+                         for one in (self.k, self.v, *((self.scales.k, self.scales.v) if self.scales else ())))
+        assert k is not None and v is not None
+        scales = self.scales and Scales(self.scales.codec, *beside)
         for piece in division.pieces:
-            if piece.segment != span.segment:
-                continue
-            counts, contexts = np.array([[piece.count], [piece.before + piece.count]], np.int32)
-            library = ops.library_spans(geometry, counts, contexts)
-            found = None if library else ops.prepare(geometry, counts, contexts, 1, piece.count)
-            work = q.new_zeros(1) if library else None if found is None else torch.from_numpy(found).to(q.device)
-            borders = torch.tensor([0, piece.count, int(contexts[0])], dtype=torch.int32).to(q.device)
-            own = division.own[piece.first:piece.first + piece.count]
-            out.index_copy_(0, own, ops.apply(q.index_select(0, own), k, v, numbers, borders[:2], borders[2:], spec.scale, 0,
-                                              spec.softcap, self.sinks, work, library, self.slopes, scales))
+            if piece.segment == span.segment:
+                own = division.own[piece.first:piece.first + piece.count]
+                out.index_copy_(0, own, attend(
+                    self._kernels.attention, self._geometry(self.k.shape[2] * ranks.size), piece, q.index_select(0, own), k, v,
+                    spec.scale, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes, scales=scales))
 
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, cos: torch.Tensor | None,
                sin: torch.Tensor | None) -> torch.Tensor:
@@ -369,6 +325,33 @@ class Attention:
         q = self._kernels.rope_write(q, k, None, step.positions, None, keys[:, :, None], None, cos, sin, self.q_norm,
                                      self.k_norm, self.eps, self.offset, self.interleaved)
         return q, keys
+
+
+def joined(parts: torch.Tensor, sums: torch.Tensor, ranks: Group) -> torch.Tensor:
+    """Attention [T, H, D] to the keys of all ranks, given what `AttentionOps.striped` found over this rank's."""
+    weights = ranks.gather(sums).softmax(0)
+    return (ranks.gather(parts) * weights[..., None]).sum(0)
+
+
+def gathered(cache: torch.Tensor, row: torch.Tensor, length: int, ranks: Group) -> torch.Tensor:
+    """All ranks' entries [pages, KV, page, D] of a segment's pages, given its row of the block table and its positions."""
+    pages = row[:-(-length // (cache.shape[2] * ranks.size))].long()
+    # By bytes: not every device picks FP8 by index. Then stripe by stripe within each page.
+    stripes = ranks.gather(cache.view(torch.uint8)[pages] if cache.element_size() == 1 else cache[pages])
+    return stripes.movedim(0, 2).flatten(2, 3).contiguous().view(cache.dtype)
+
+
+def attend(ops: AttentionOps, geometry: Geometry, piece: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+           **how: Any) -> torch.Tensor:
+    """The results of a piece's queries q [count, H, D] over k and v, page behind page from the segment's first position on.
+    `geometry`: of these pages. `how`: other arguments of `AttentionOps.apply`."""
+    counts, contexts = np.array([[piece.count], [piece.before + piece.count]], np.int32)
+    library = ops.library_spans(geometry, counts, contexts)
+    found = None if library else ops.prepare(geometry, counts, contexts, 1, piece.count)
+    work = q.new_zeros(1) if library else None if found is None else torch.from_numpy(found).to(q.device)
+    numbers = torch.arange(len(k), dtype=torch.int32, device=q.device)[None]
+    borders = torch.tensor([0, piece.count, int(contexts[0])], dtype=torch.int32).to(q.device)
+    return ops.apply(q, k, v, numbers, borders[:2], borders[2:], scale, work=work, library=library, **how)
 
 
 class HeadNorm:

@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +12,11 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from penstock.core.state import StateSpec
-from penstock.layers.block import Block, Visiting, sums_left
-from penstock.layers.build import Build, Values
+from penstock.layers.block import Block, RMSNorm, Visiting, build_norm, sums_left
+from penstock.layers.build import Build, Linear, Values
 from penstock.layers.draft_head import Join
 from penstock.layers.embedding import Embedding, Head
 from penstock.layers.experts import Experts
-from penstock.layers.linear import Linear
-from penstock.layers.norm import RMSNorm, build_norm
 from penstock.layers.rope import RopeSpec
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import BASE, Adapted, StateView, Step, Works
@@ -69,7 +66,7 @@ class Decoder:
     def computation(self) -> str:
         """Equal where equal weights and tokens give equal cache entries (`layers/decoder.py`)."""
         # The place of matrices changes no number, and stages may differ in it.
-        spec = replace(self.spec.staged, away=0)
+        spec = dataclasses.replace(self.spec.staged, away=0)
         return computation(spec, self.states, self.kernels.table(), str(self.dtype), self._max_model_len)
 
     def attach(self, views: Sequence[StateView]) -> None:
@@ -127,9 +124,11 @@ class Decoder:
         delta: torch.Tensor | None = None
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
-            self._tap(number, delta, residual)
+            if self._taps:
+                self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
-        self._tap(len(blocks), delta, residual)
+        if self._taps:
+            self._tap(len(blocks), delta, residual)
         if not self._taps or (max(self._taps) <= len(blocks) and min(self._taps) >= 0):
             return self._end(*last(delta, residual, step, ends), step.runs)
         delta, residual = last(delta, residual, step)
@@ -145,7 +144,6 @@ class Decoder:
         delta: torch.Tensor | None = None
         for block in self.blocks:
             delta, residual = block(delta, residual, step)
-        assert delta is not None
         return self._end(delta, residual, step.runs)
 
     def _runs(self, step: Step, group: Group) -> Runs | None:
@@ -156,13 +154,16 @@ class Decoder:
         count = self.kernels.messages(tokens)
         return Runs(group, tokens, count) if count > 1 else None
 
-    def _end(self, delta: torch.Tensor, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:
+    def _end(self, delta: torch.Tensor | None, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:
         if runs is not None:
             if runs.holds(delta):
                 assert isinstance(self.norm, RMSNorm)
                 return torch.cat([run() for run in runs.enter(residual, self.norm.add_own)])
             residual = runs.whole(residual)
-        return delta + residual if self.norm is None or self.spec.drafts else self.norm.add(delta, residual)[0]
+        norm = None if self.spec.drafts else self.norm
+        if delta is None:
+            return residual if norm is None else norm(residual)
+        return delta + residual if norm is None else norm.add(delta, residual)[0]
 
     def follow(self) -> None:
         """Takes part in a step of the other engines, of which this one has no token."""
@@ -209,8 +210,8 @@ class Decoder:
             self.head(torch.empty(count, self.spec.width, dtype=self.dtype, device=self.device))
 
     def head(self, hidden: torch.Tensor, step: Adapted = BASE) -> torch.Tensor:
-        """Logits [M, vocabulary], float32, of hidden states [M, width]; of several ranks, each its share of the vocabulary.
-        `step` says which rows have which adapter."""
+        """Logits [M, vocabulary], float32, of hidden states [M, width]; of several ranks their shares. `step`: rows'
+        adapters."""
         assert self.logits is not None, "another pipeline stage has the head"
         if self.spec.drafts and self.norm is not None:
             hidden = self.norm(hidden)
@@ -228,10 +229,9 @@ def computation(spec: ModelSpec, states: Sequence[StateSpec], kernels: Sequence[
                 max_model_len: int) -> str:
     """Hex digits that differ if anything differs that may change a key or a value, or how they are stored.
 
-    They are derived from the whole resolved description, not from a list of fields: every field of every dataclass in the spec
-    and the states enters by itself, rotary embeddings as the frequencies that they have at this `max_model_len`, and the
-    kernels by name, because two implementations of an operation agree within a tolerance only. A new field is in it the day it
-    appears; a value of a kind that is not known here is an error, never left out.
+    They are derived from the whole resolved description: every field of every dataclass in the spec and the states, rotary
+    embeddings as the frequencies that they have at this `max_model_len`, and kernels by name, as implementations agree within a
+    tolerance only. A new field is in it the day it appears; a value of a kind that is not known here is an error.
 
     `max_positions` is left out, because it changes neither and differs between engines that should share: it is the limit that
     a config states for `max_model_len`, which itself enters through the frequencies."""

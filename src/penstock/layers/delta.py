@@ -1,16 +1,12 @@
 """Linear attention by the gated delta rule: a state of constant size in place of keys and values. Description and layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.core.state import Field, Snapshot, StateSpec
-from penstock.layers.build import Build
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.delta import DeltaShape, DeltaState, DeltaWeights
 
@@ -25,8 +21,6 @@ class DeltaSpec:
     """Positions that its state can go back by, as rejected drafts need it."""
 
     name = "attention"
-    eager = True
-    """The operation reads the segments' borders on the host, so that no CUDA graph can hold it."""
 
     @property
     def input(self) -> LinearSpec:
@@ -39,7 +33,7 @@ class DeltaSpec:
         size = self.shape.value_size
         return LinearSpec(self.shape.heads * size, (Piece("o", self.width),), False, Split.COLUMNS, self.shape.shared * size)
 
-    def share(self, ranks: int) -> DeltaSpec:
+    def share(self, ranks: int) -> "DeltaSpec":
         heads = Piece("k", self.shape.key_heads).room(ranks)
         return replace(self, shape=self.shape._replace(key_heads=heads, heads=heads * self.shape.shared))
 
@@ -58,13 +52,11 @@ class DeltaSpec:
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         shape = self.shape
         fields = (Field("state", (shape.heads, shape.key_size, shape.value_size), "float32", per="page"),
-                  Field("inputs", (shape.heads, shape.kernel - 1 + self.back, 2 * shape.key_size + shape.value_size), dtype,
-                        per="page"),
-                  Field("gates", (shape.heads, self.back, 2), "float32", per="page"),
-                  Field("at", (shape.heads,), "int32", per="page"))
+                  Field("inputs", (shape.key_heads, shape.kernel - 1 + self.back, shape.kept), dtype, per="page"),
+                  Field("at", (shape.key_heads,), "int32", per="page"))
         return (StateSpec(fields, Snapshot(self.back)),)
 
-    def build(self, path: str, build: Build) -> Delta:
+    def build(self, path: str, build: Build) -> "Delta":
         return Delta(self, path, build)
 
 
@@ -79,9 +71,8 @@ class Delta:
         self.o = Linear(spec.output, f"{path}.o", build)
         flat = build.values.tensor(f"{path}.conv.weight")
         keys = shape.key_heads * shape.key_size * shape.kernel
-        q, k, v = (part.view(heads, -1, shape.kernel) for part, heads in zip(
-            flat.split((keys, keys, len(flat) - 2 * keys)), (shape.key_heads, shape.key_heads, shape.heads), strict=True))
-        conv = torch.cat((*(part.repeat_interleave(shape.shared, 0) for part in (q, k)), v), 1)
+        parts = flat.split((keys, keys, len(flat) - 2 * keys))
+        conv = torch.cat([part.view(shape.key_heads, -1, shape.kernel) for part in parts], 1)
         self.weights = DeltaWeights(conv, *(build.values.tensor(f"{path}.{name}") for name in ("decay", "step", "norm.weight")))
         self._run = build.kernels.delta_rule
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from penstock.layers.attention import Attention, AttentionSpec
-from penstock.layers.build import Build
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.norm import NormSpec, build_norm
-from penstock.layers.parameter import Parameter, Piece
+from penstock.layers.block import NormSpec, build_norm
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece
 from penstock.layers.step import BASE, Step
 from penstock.quant.scheme import PLAIN
 

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.layers.build import Build
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.norm import NormSpec, build_norm
-from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.block import NormSpec, build_norm
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
 from penstock.layers.step import BASE, Adapted, Step
 from penstock.ops.activation import ACTIVATIONS
 from penstock.parallel.group import Group

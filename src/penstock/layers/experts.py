@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 from penstock.core.state import StateSpec
-from penstock.layers.build import Build
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.mixer import Mixer
+from penstock.layers.build import Build, Linear, LinearSpec, Mixer, Parameter, Piece, Split, even_unit
 from penstock.layers.mlp import MLP, MLPSpec
-from penstock.layers.parameter import Parameter, Piece, Split, even_unit
 from penstock.layers.step import Step
 from penstock.ops.experts import Glu, changed
 from penstock.ops.experts_hosted import HostedStack, Residency
@@ -60,7 +57,7 @@ class ExpertsSpec:
         """Every rank has its share of the channels of all experts, or of the experts."""
         shared = 0 if self.shared is None else self.shared.share(ranks).inner
         if self.dealt:
-            return replace(self.deal(ranks), shared_inner=shared)
+            return replace(self if self.slots else self.deal(ranks), shared_inner=shared)
         return replace(self, inner=Piece("up", self.inner, even_unit(self.inner)).room(ranks), shared_inner=shared,
                        divided=(self.inner, ranks))
 
@@ -162,6 +159,7 @@ class Experts(Mixer):
         self.held: Held | None = None
         """Of ranks that divide the experts: where each one is."""
         self._data, self._payload, self._messages = build.data, build.kernels.payload, build.kernels.messages
+        self._tensor = build.group
         group = build.group if build.data is None else build.data.group
         if spec.slots:
             self._rank = 0 if group is None else group.rank
@@ -171,7 +169,7 @@ class Experts(Mixer):
             self.owners = None if build.data is None else self.placement.clone()
             self.hold(linear(spec.routing.experts, spec.divided[1], spec.slots))
         self._route = build.kernels.route
-        self._reduce = None if build.group is None else build.group.reduce
+        self._reduce = None if build.group is None or build.data is not None else build.group.reduce
 
     def hold(self, held: Held) -> None:
         """Says which rank has which experts from now on. Memory that graphs know stays where it is."""
@@ -240,10 +238,17 @@ class Experts(Mixer):
     def _together(self, data: Lockstep, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The experts' results for this rank's tokens, where every rank has other tokens and other experts."""
         assert self.placement is not None and self.owners is not None
-        up, spec = self.up, self.spec
+        up, spec, count, ranks = self.up, self.spec, len(x), self._tensor
         tokens = Tokens(x, placed(picks, self.owners), placed(picks, self.placement), weights)
-        return together(data, tokens, self._payload, self._messages(data.most), lambda x, places, shares: up.grouped.apply(
+        each = -(-count // data.tensors)
+        if ranks is not None:
+            # Ranks that divide the layers have the same tokens: each sends a run of them.
+            tokens = Tokens(*(one[ranks.rank * each:][:each] for one in tokens))
+        out = together(data, tokens, self._payload, self._messages(data.share), lambda x, places, shares: up.grouped.apply(
             x, places, shares, up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward))
+        if ranks is None or not count:
+            return out
+        return ranks.gather(torch.cat((out, out.new_zeros(each - len(out), spec.width)))).flatten(0, 1)[:count]
 
     def _with_shared(self, out: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:
         assert self.shared is not None

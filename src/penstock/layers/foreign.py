@@ -17,9 +17,7 @@ from torch import nn
 
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Field, StateSpec
-from penstock.layers.build import Build
-from penstock.layers.mixer import Mixer
-from penstock.layers.parameter import Parameter
+from penstock.layers.build import Build, Mixer, Parameter
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.attention import Geometry
 
@@ -140,7 +138,7 @@ class Foreign(Mixer):
         if build.device.type != "meta":
             log.warning("%s is not known to Penstock: transformers' own modules run it, more slowly, with Penstock's "
                         "attention, cache and sampling", type(model).__name__)
-            _check_head(model, spec, build.device, embedding.dtype)
+            _check(model, spec, build.device, embedding.dtype)
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         self._views = list(views)
@@ -185,19 +183,27 @@ def _plain(calls: Iterator[ForeignAttention], query: torch.Tensor, key: torch.Te
     return (scores.softmax(-1) @ value).to(query.dtype).transpose(1, 2)
 
 
-def _check_head(model: Any, spec: ForeignSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """ModelError if logits are not the hidden states times the head's matrix, but scaled or capped. Tried with a small one."""
+def _check(model: Any, spec: ForeignSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """ModelError if logits are not the hidden states times the head's matrix, but scaled or capped, which is tried with a small
+    one; or if tokens are mixed by more than attention (convolutions, recurrences)."""
     head = nn.Linear(spec.width, 8, bias=False, device=device, dtype=dtype).requires_grad_(requires_grad=False)
     # So large that a cap shows.
     head.weight.copy_(torch.randn(8, spec.width, generator=torch.Generator().manual_seed(0)) * 100 * spec.width**-0.5)
     model.set_output_embeddings(head)
-    given = {"input_ids": torch.arange(3, device=device)[None], "position_ids": torch.arange(3, device=device)[None],
-             "use_cache": False}
+    tokens = torch.arange(3, device=device)[None]
+    given: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
     with torch.inference_mode():
         with running(partial(_plain, iter(spec.attentions))):
             hidden = model.base_model(**given).last_hidden_state
         with running(partial(_plain, iter(spec.attentions))):
             logits = model(**given).logits
+        with running(lambda query, *_: torch.zeros_like(query).transpose(1, 2)):
+            among, alone = (model.base_model(**{**given, "input_ids": places, "position_ids": places}).last_hidden_state[0, -1]
+                            for places in (tokens, tokens[:, 2:]))
+    # Rounding in 16 bits is a hundredth; what another token adds is most of it.
+    if (among - alone).norm() > 0.1 * alone.norm():
+        raise ModelError(f"layers of {type(model).__name__} keep other states than keys and values, which the fallback to "
+                         "transformers does not do: it needs a family file (CONTRIBUTING.md)")
     expected = head(hidden).float()
     if spec.softcap:
         expected = spec.softcap * torch.tanh(expected / spec.softcap)

@@ -7,20 +7,24 @@ by block, for fewer operations; `AttentionOps.library_spans` names those segment
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from penstock.core.state import Everything, Field, StateSpec
-from penstock.layers.build import Build
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.norm import LayerNormSpec, RMSNorm, RMSNormSpec, build_norm
-from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.attention import attend, gathered, joined
+from penstock.layers.block import LayerNormSpec, RMSNorm, RMSNormSpec, build_norm
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
-from penstock.ops.attention import Geometry, Span
+from penstock.ops.attention import WHOLE, Geometry, Span, Stripe
 from penstock.ops.rope import rotate
+from penstock.parallel.group import Group
 from penstock.quant.activations import FP8_MAX
 from penstock.quant.scheme import PLAIN
+
+Held = tuple[Span, torch.Tensor, torch.Tensor]
+"""A long segment or a piece of one, a cache of latents [pages, 1, page, D], and the row of the block table for it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class LatentAttentionSpec:
     query_rank: int = 0
     bias: bool = False
     """Of the projections of x, but the whole queries', and of the output."""
+    stripes: int = 1
+    """Ranks that each hold a run of every page's positions."""
 
     name = "attention"
 
@@ -87,7 +93,7 @@ class LatentAttentionSpec:
         return replace(self, heads=Piece("q", self.heads).room(ranks))
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
-        return (StateSpec((Field("latent", (1, self.latent_size), dtype, split="whole"),), Everything()),)
+        return (StateSpec((Field("latent", (1, self.latent_size), dtype, stripes=self.stripes),), Everything()),)
 
     def build(self, path: str, build: Build) -> "LatentAttention":
         return LatentAttention(self, path, build)
@@ -97,6 +103,8 @@ class LatentAttention:
     """x [T, W] -> [T, W]. Every token's latent is written to the cache, and its queries read those before it."""
 
     looks_around = True
+    plain = True
+    """`Geometry.plain`."""
     group: int
     work: int
 
@@ -114,6 +122,8 @@ class LatentAttention:
         self.out_of = build.kernels.head_linear.pack(by_head[:, spec.key_size:].transpose(1, 2))
         self.o = Linear(spec.output, f"{path}.o", build)
         self.cos, self.sin = build.rope(spec.rope)
+        self._ranks = build.context if spec.stripes > 1 else None
+        self._stripe = WHOLE if self._ranks is None else Stripe(self._ranks.rank, self._ranks.size)
 
     @property
     def linears(self) -> Sequence[Linear]:
@@ -122,9 +132,11 @@ class LatentAttention:
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         (view,) = views
         self.group, self.cache = view.group, view["latent"]
-        geometry = Geometry(self.spec.heads, 1, self.spec.rank, self.cache.shape[2], itemsize=self.cache.element_size(),
-                            tail=self.spec.rope.dim)
-        self.work = works.index(view.group, geometry, self._kernels.attention)
+        self.work = works.index(view.group, self._geometry(self.cache.shape[2], self._stripe), self._kernels.attention)
+
+    def _geometry(self, page: int, stripe: Stripe = WHOLE) -> Geometry:
+        return Geometry(self.spec.heads, 1, self.spec.rank, page, itemsize=self.cache.element_size(), plain=self.plain,
+                        tail=self.spec.rope.dim, stripe=stripe)
 
     def leave_sum(self) -> bool:
         return self.o.leave_sum()
@@ -139,17 +151,18 @@ class LatentAttention:
         inner = x if self.q_norm is None else self.q_norm(a[:, :spec.query_rank])
         q = self.q(inner, step).view(tokens, spec.heads, spec.query_size)
         absorbed = q.new_empty(tokens, spec.heads, spec.latent_size)
-        kernels.latent_write(q, a[:, spec.query_rank:], self.kv_norm, spec.norm.eps, step.positions, group.slots, self.cache,
-                             self.cos, self.sin, spec.rope.interleaved, absorbed)
-        out = q.new_empty(tokens, spec.heads, spec.value_size)
-        ranges = _outside(library, tokens)
+        self._write(q, a[:, spec.query_rank:], step, absorbed)
+        out, (spans, others) = q.new_empty(tokens, spec.heads, spec.value_size), self._held(step)
+        ranges = _outside([span for span, *_ in spans], tokens)
         adapters = self._adapters(step)
         for first, last in ranges:
             kernels.head_linear.apply(q[first:last, :, :spec.key_size], self.into, absorbed[first:last, :, :spec.rank])
         for rows, a_, b in adapters:
             low = torch.einsum("thk,hkr->thr", q[rows, :, :spec.key_size], b[:, :spec.key_size])
             absorbed[rows, :, :spec.rank] = absorbed[rows, :, :spec.rank] + low @ a_
-        if ranges:
+        if self._ranks is not None:
+            found = self._joined(absorbed, others, step, self._ranks)
+        elif ranges:
             found = kernels.attention.apply(absorbed, self.cache, self.cache[..., :spec.rank], group.table, step.query_start,
                                             step.context, spec.scale, work=step.work[self.work], library=library)
             found = self._picked(x, inner, absorbed, found, step)
@@ -157,13 +170,64 @@ class LatentAttention:
             kernels.head_linear.apply(found[first:last], self.out_of, out[first:last])
         for rows, a_, b in adapters if ranges else ():
             out[rows] = out[rows] + torch.einsum("thr,hvr->thv", found[rows] @ a_.t(), b[:, spec.key_size:])
-        if library:
+        if spans:
             q = torch.cat((q[..., :spec.key_size], absorbed[..., spec.rank:]), -1)
-        for span in library:
-            own = [b.flatten(0, 1) @ a_ for rows, a_, b in adapters if bool((rows == span.first).any())]
-            self._expand(q, span, group.table[span.segment], out[span.first:span.first + span.count], sum(own, self.kv_b))
+        for held in spans:
+            first, last = held[0].first, held[0].first + held[0].count
+            own = [b.flatten(0, 1) @ a_ for rows, a_, b in adapters if bool((rows == first).any())]
+            self._expand(q, held, out[first:last], sum(own, self.kv_b))
         out = out.view(tokens, -1)
         return self.o(*step.narrow(out, ends))
+
+    def _write(self, q: torch.Tensor, latents: torch.Tensor, step: Step, absorbed: torch.Tensor) -> None:
+        """Writes the latents of the step's tokens to the cache, and the rotated ends of q to `absorbed`."""
+        slots, at, division, write = step.groups[self.group].slots, step.positions, step.division, self._kernels.latent_write
+        norm, eps, cache, cos, sin = self.kv_norm, self.spec.norm.eps, self.cache, self.cos, self.sin
+        interleaved = self.spec.rope.interleaved
+        if self._ranks is not None:
+            slots = self._stripe.slots(slots, cache.shape[2])
+            if division is not None:
+                # q is of this rank's tokens, while it writes its run of each page for all tokens.
+                own = at.index_select(0, division.own)
+                nowhere = torch.full_like(own, -1, dtype=torch.int64)
+                write(q, latents, norm, eps, own, nowhere, cache, cos, sin, interleaved, absorbed)
+                latents = division.whole(latents, self._ranks)
+                q, absorbed = latents[:, None], torch.empty_like(latents)[:, None]
+        write(q, latents, norm, eps, at, slots, cache, cos, sin, interleaved, absorbed)
+
+    def _held(self, step: Step) -> tuple[list[Held], list[Held]]:
+        """Long segments, or this rank's pieces of them over all ranks' latents: those of the expanded form, and others."""
+        found, division, ranks = list[Held](), step.division, self._ranks
+        for span in step.library[self.work]:
+            found.append((span, self.cache, step.groups[self.group].table[span.segment]))
+            if division is not None and ranks is not None:
+                whole = gathered(*found.pop()[1:], span.before + span.count, ranks)
+                numbers = torch.arange(len(whole), dtype=torch.int32, device=whole.device)
+                found += [(piece, whole, numbers) for piece in division.pieces if piece.segment == span.segment]
+        if ranks is None or not found:
+            return found, []
+        sizes = np.array([(one.count, one.before + one.count) for one, *_ in found], np.int32).T
+        geometry = self._geometry(self.cache.shape[2] * ranks.size)
+        named = {one.segment for one in self._kernels.attention.library_spans(geometry, *sizes)}
+        return [one for i, one in enumerate(found) if i in named], [one for i, one in enumerate(found) if i not in named]
+
+    def _joined(self, absorbed: torch.Tensor, others: Sequence[Held], step: Step, ranks: Group) -> torch.Tensor:
+        """The results of absorbed queries where each rank has some of the latents, as `Attention._joined`."""
+        spec, ops, division = self.spec, self._kernels.attention, step.division
+        if division is None or division.few:
+            every = absorbed if division is None else division.whole(absorbed, ranks)
+            parts, sums = ops.striped(every, self.cache, self.cache[..., :spec.rank], step.groups[self.group].table,
+                                      step.query_start, step.context, spec.scale, work=step.work[self.work],
+                                      library=step.library[self.work], stripe=self._stripe)
+            found = joined(parts, sums, ranks).to(absorbed.dtype)
+            found = found if division is None else found.index_select(0, division.own)
+        else:
+            found = absorbed.new_zeros(len(absorbed), spec.heads, spec.rank)
+        for piece, whole, _ in others:
+            rows = slice(piece.first, piece.first + piece.count)
+            found[rows] = attend(ops, self._geometry(whole.shape[2]), piece, absorbed[rows], whole, whole[..., :spec.rank],
+                                 spec.scale)
+        return found
 
     def _adapters(self, step: Step) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """(rows, A [r, rank], B [H, key and value, r]) of the adapters of keys' and values' matrix: a query reads all
@@ -179,14 +243,15 @@ class LatentAttention:
         """The results `found` [T, H, rank] of absorbed queries, changed where a query attends to fewer positions."""
         return found
 
-    def _expand(self, q: torch.Tensor, span: Span, row: torch.Tensor, out: torch.Tensor, kv_b: torch.Tensor) -> None:
-        """The expanded form of one segment. row: its block table row."""
-        spec, page = self.spec, self.cache.shape[2]
+    def _expand(self, q: torch.Tensor, held: Held, out: torch.Tensor, kv_b: torch.Tensor) -> None:
+        """The expanded form of one segment."""
+        spec, (span, cache, row) = self.spec, held
+        page = cache.shape[2]
 
         def rows(begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
             # Positions behind the end have no pages: the last one's latent stands in, and nothing sees it.
             at = torch.arange(begin, begin + size, device=q.device).clamp_(max=end - 1)
-            latent = self.cache[row[at // page].long(), 0, at % page]
+            latent = cache[row[at // page].long(), 0, at % page]
             both = F.linear(latent[:, :spec.rank], kv_b).view(size, spec.heads, -1)
             turned = latent[:, None, spec.rank:].expand(-1, spec.heads, -1)
             return torch.cat((both[..., :spec.key_size], turned), -1), both[..., spec.key_size:]
@@ -239,9 +304,9 @@ class SparseLatentAttentionSpec(LatentAttentionSpec):
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         # In 16-bit models, index keys are FP8 codes with a scale each: 132 bytes of DeepSeek V3.2's 128 elements.
-        index = Field("index", (1, self.index_size), dtype if dtype == "float32" else "float8_e4m3fn", split="whole")
-        scales = () if dtype == "float32" else (Field("index_scale", (1, 1), "float32", split="whole"),)
-        return (StateSpec((Field("latent", (1, self.latent_size), dtype, split="whole"), index, *scales), Everything()),)
+        index = Field("index", (1, self.index_size), dtype if dtype == "float32" else "float8_e4m3fn")
+        scales = () if dtype == "float32" else (Field("index_scale", (1, 1), "float32"),)
+        return (StateSpec((Field("latent", (1, self.latent_size), dtype), index, *scales), Everything()),)
 
     def build(self, path: str, build: Build) -> "SparseLatentAttention":
         return SparseLatentAttention(self, path, build)
@@ -250,11 +315,12 @@ class SparseLatentAttentionSpec(LatentAttentionSpec):
 class SparseLatentAttention(LatentAttention):
     """x [T, W] -> [T, W] (DeepSeek V3.2). Latents and index keys of all tokens are written to the cache.
 
-    Queries of contexts that are no longer than the number of picks attend to all, by the kernels of `LatentAttention`. The
-    others' picks are gathered and attended to in plain PyTorch, by blocks of queries, which read lengths on the host: in no
-    CUDA graph."""
+    Queries of contexts no longer than the number of picks attend to all, by the kernels of `LatentAttention`. Others' picks are
+    gathered and attended to in plain PyTorch, by blocks of queries, which read lengths on the host: in no CUDA graph."""
 
     spec: SparseLatentAttentionSpec
+    plain = False
+    """No vendor library may take a long segment, which would attend to all."""
 
     def __init__(self, spec: SparseLatentAttentionSpec, path: str, build: Build) -> None:
         super().__init__(spec, path, build)
@@ -268,13 +334,10 @@ class SparseLatentAttention(LatentAttention):
         return *super().linears, self.index_q, self.index_k, self.index_weights
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:
+        super().attach(views, works)
         (view,) = views
-        self.group, self.cache, self.index = view.group, view["latent"], view["index"]
+        self.index = view["index"]
         self.index_scale = view["index_scale"] if self.index.dtype is torch.float8_e4m3fn else None
-        # Not plain: no vendor library may take a long segment, which would attend to all.
-        geometry = Geometry(self.spec.heads, 1, self.spec.rank, self.cache.shape[2], itemsize=self.cache.element_size(),
-                            plain=False, tail=self.spec.rope.dim)
-        self.work = works.index(view.group, geometry, self._kernels.attention)
 
     def detach(self) -> None:
         super().detach()

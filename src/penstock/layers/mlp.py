@@ -7,10 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.core.state import StateSpec
-from penstock.layers.build import Build
-from penstock.layers.linear import Activated, Linear, LinearSpec
-from penstock.layers.mixer import Mixer
-from penstock.layers.parameter import Parameter, Piece, Split, even_unit
+from penstock.layers.build import Activated, Build, Linear, LinearSpec, Mixer, Parameter, Piece, Split, even_unit
 from penstock.layers.step import Adapted, Step
 
 
@@ -80,7 +77,8 @@ class MLP(Mixer):
         return self.down.leave_sum()
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
-        x, step = step.narrow(x, ends)
+        if ends is not None:
+            x, step = step.narrow(x, ends)
         return self.down(self.up(x, step), step)
 
 

@@ -19,15 +19,12 @@ class RopeScaling(Protocol):
 
     def frequencies(self, theta: float, dim: int, max_model_len: int, /) -> torch.Tensor:
         """Radians per position, float32 [ceil(dim / 2)]."""
-        ...
 
     def amplitude(self) -> float:
         """The factor of cosines and sines."""
-        ...
 
     def reach(self, max_positions: int) -> int:
         """The context length, given `max_position_embeddings`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -141,9 +138,8 @@ class YarnScaling:
 class LongRopeScaling(NoScaling):
     """LongRoPE (Ding et al. 2024), of Phi-3 and Phi-4: a divisor for each frequency, one set for short and one for long use.
 
-    The long set serves if `max_model_len` is beyond the original length, as in vLLM: one choice for the engine's life, since
-    keys of both kinds cannot be mixed. transformers chooses anew at every length, so a short prompt agrees with it only while
-    `max_model_len` is at most `original`."""
+    The long set serves if `max_model_len` is beyond the original length, as in vLLM: one choice for good, since keys of both
+    kinds do not mix. transformers chooses at every length, so a short prompt agrees with it only under the short set."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]

@@ -15,13 +15,12 @@ from itertools import pairwise
 from penstock.core.errors import ModelError
 from penstock.core.state import StateSpec
 from penstock.layers.attention import AttentionSpec
-from penstock.layers.block import BlockSpec
+from penstock.layers.block import BlockSpec, NormSpec
+from penstock.layers.build import MixerSpec, Parameter, Piece, Split
 from penstock.layers.draft_head import JoinSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.experts import ExpertsSpec
-from penstock.layers.mixer import MixerSpec
-from penstock.layers.norm import NormSpec
-from penstock.layers.parameter import Parameter, Piece, Split
+from penstock.layers.latent import LatentAttentionSpec, SparseLatentAttentionSpec
 from penstock.parallel.axis import Place, runs
 from penstock.quant.scheme import Scheme
 
@@ -66,7 +65,7 @@ class ModelSpec:
         """The part of the rank at `place`."""
         whole = self.dealt(place)
         if place.datas > 1:
-            return whole.changed(lambda mixer: mixer.deal(place.datas) if isinstance(mixer, ExpertsSpec) else mixer)
+            whole = whole.changed(lambda mixer: mixer.deal(place.world) if isinstance(mixer, ExpertsSpec) else mixer)
         return whole.share(place.tensors).striped(place.contexts).stage(place.stage, place.stages, place.layers)
 
     def striped(self, ranks: int) -> ModelSpec:
@@ -75,11 +74,12 @@ class ModelSpec:
             return self
         for block in self.blocks:
             for mixer in block.mixers:
-                if mixer.states("float32") and not isinstance(mixer, AttentionSpec):
-                    raise ModelError("context_parallel_size divides the keys and values of softmax attention; this model has "
-                                     f"layers of another kind ({mixer.name}): use tensor_parallel_size")
-        return self.changed(lambda mixer: replace(mixer, stripes=ranks)
-                            if isinstance(mixer, AttentionSpec) and not mixer.window else mixer)
+                if mixer.states("float32") and (isinstance(mixer, SparseLatentAttentionSpec)
+                                                or not isinstance(mixer, AttentionSpec | LatentAttentionSpec)):
+                    raise ModelError("context_parallel_size divides the keys, values and latents of softmax attention; this "
+                                     f"model has layers of another kind ({type(mixer).__name__}): use tensor_parallel_size")
+        return self.changed(lambda mixer: replace(mixer, stripes=ranks) if isinstance(mixer, LatentAttentionSpec) or (
+            isinstance(mixer, AttentionSpec) and not mixer.window) else mixer)
 
     def dealt(self, place: Place) -> ModelSpec:
         """The whole model, where ranks divide experts and not the channels of each, if so."""
@@ -160,8 +160,7 @@ class ModelSpec:
     def states(self, dtype: str) -> list[StateSpec]:
         """Returns the states of all mixers, in the order in which they run; `dtype` is the model's, a torch name.
 
-        A pipeline stage returns the states that the ranks of every stage allot, so that pages mean the same everywhere: of each
-        kind, as many as the stage with most has."""
+        A pipeline stage returns what all stages allot, so pages mean the same: of each kind as many as the stage with most."""
         if not self.stages:
             return _states(self.blocks, dtype)
         most: Counter[StateSpec] = Counter()

@@ -21,28 +21,22 @@ class Delta(Protocol):
 
     def apart(self, path: str, /) -> Apart:
         """The adapters that change the matrices at `path`, with factors that the layer there knows."""
-        ...
 
     def shrink(self, path: str, x: torch.Tensor, /) -> torch.Tensor | None:
         """The first factor of the deltas of the projection at `path`, for `expand`, given its input x; None: it has none."""
-        ...
 
     def expand(self, path: str, low: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """`out`, which may be changed in place, with its deltas. `bias` is what `out` contains of one."""
-        ...
 
     def product(self, path: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str | None, /
                 ) -> torch.Tensor | None:
         """The projection of x with its deltas, of a `kind` gated, where that is faster than the two above; None elsewhere."""
-        ...
 
     def embed(self, tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
         """The embeddings `out` of tokens with their deltas."""
-        ...
 
     def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """The logits `out` of hidden states x with their deltas; `bias` as above."""
-        ...
 
 
 class Adapted(Protocol):

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, digest, read_adapter
 from penstock.checkpoint.tensors import DTYPES, read_header
 from penstock.core.errors import ModelError
-from penstock.layers.parameter import Parameter, Piece, Split, even_unit
+from penstock.layers.build import Parameter, Piece, Split, even_unit
 from penstock.layers.spec import ModelSpec
 from penstock.models.rules import Rule, stacked, transposed
 from penstock.ops.lora import MOST_PIECES, Layout, Matrices, padded
@@ -104,9 +104,9 @@ class ExpertAdapters:
             part = _Part(a, b, number // each, number % each * stack.pieces[number].rows)
         self._parts.setdefault(stack.stem, []).append(part)
 
-    def packed(self, dtype: torch.dtype, place: Place) -> Iterator[tuple[str, Factors]]:
-        """The path of each mixture, and the rank's share of its factors."""
-        for path in sorted({stem.rpartition(".")[0] for stem in self._parts}):
+    def packed(self, dtype: torch.dtype, place: Place, holds: Callable[[str], bool]) -> Iterator[tuple[str, Factors]]:
+        """The path of each mixture that the rank has, and the rank's share of its factors."""
+        for path in sorted(filter(holds, {stem.rpartition(".")[0] for stem in self._parts})):
             up, down = (self._joined(f"{path}.{name}") for name in ("gate_up", "down"))
             if place.tensors > 1 and not place.experts:
                 inner = self._stacks[f"{path}.down.weight"].shape[1]
@@ -182,14 +182,16 @@ class Weights:
 
 
 def _targets(spec: ModelSpec) -> dict[str, Parameter]:
-    """The matrices that adapters may change, by path; the two ends last."""
+    """The matrices that adapters may change, by path; the two ends last, where a pipeline stage has them."""
     found = {parameter.stem: parameter for parameter in spec.parameters()
              if parameter.scheme is not None and len(parameter.shape) == 2 and parameter.name.startswith("blocks.")
              and not (parameter.stack or len(parameter.pieces) > MOST_PIECES)}
-    table = next(parameter for parameter in spec.parameters() if parameter.name == "embedding.weight")
-    # An embedding's A has a column for each token, on every rank.
-    found[EMBEDDING] = Parameter("embedding.weight", (spec.width, spec.vocab_size), table.scheme)
-    found[HEAD] = Parameter("head.weight", table.shape, table.scheme, split=Split.ROWS, unit=table.unit)
+    table = next(parameter for parameter in spec.staged.parameters() if parameter.name == "embedding.weight")
+    if spec.begins:
+        # An embedding's A has a column for each token, on every rank.
+        found[EMBEDDING] = Parameter("embedding.weight", (spec.width, spec.vocab_size), table.scheme)
+    if spec.ends:
+        found[HEAD] = Parameter("head.weight", table.shape, table.scheme, split=Split.ROWS, unit=table.unit)
     return found
 
 
@@ -207,24 +209,28 @@ class AdapterReader:
 
     def __init__(self, spec: ModelSpec, place: Place, rules: Sequence[Rule], dtype: torch.dtype, most: int, weights: Rows,
                  group: Group | None = None) -> None:
-        """For the rank at `place` of the model `spec`, and adapters of rank at most `most`. `group`: the ranks that divide the
-        layers, which all read an adapter at once."""
+        """For the rank at `place` of `spec`, and adapters of rank at most `most`; `group`: ranks that read together."""
         self.spec, self.place, self.rules, self.dtype, self.most = spec, place, rules, dtype, most
         self.weights, self.group = weights, group
         self.targets = _targets(spec)
         self.named = {one.name: (path, -1) for path, one in self.targets.items()}
         self.named |= {one.name: (path, piece) for path, whole in self.targets.items()
                        for piece, one in enumerate(whole.pieces)}
-        self.layout = layout(spec.share(place.tensors))
+        self._own = spec.at(place)
+        self.layout = layout(self._own)
         self._idle: dict[tuple[int, str, bytes, int], _Form] = {}
         """Forms that nothing is read through, by the thread that reads, settings, the file's header and its size."""
         self._sums: dict[tuple[Path, tuple[int, ...]], bytes] = {}
         """SHA-256 of files of weights, by their state."""
 
+    def holds(self, path: str) -> bool:
+        """Whether the rank's pipeline stage has what is at a path."""
+        own, ends = self._own, {EMBEDDING: self._own.begins, HEAD: self._own.ends}
+        return ends[path] if path in ends else own.first <= int(path.split(".")[1]) < own.first + len(own.blocks)
+
     @torch.inference_mode()
     def read(self, folder: Path) -> tuple[str, Weights]:
-        """The digest of an adapter, and the rank's share of it, in the model's dtype on the CPU. ModelError lists every tensor
-        that does not fit the model."""
+        """An adapter's digest and the rank's share, in the model's dtype on the CPU. ModelError lists tensors that misfit."""
         config, path = read_adapter(folder), folder / WEIGHTS
         try:
             with path.open("rb") as file:
@@ -324,7 +330,8 @@ class _Form:
             elif problem:
                 self._wrong.append(problem)
         if self._experts and self._place.datas > 1:
-            self._wrong.append("adapters of experts are not possible where engines share the experts (data parallelism)")
+            self._wrong.append("adapters of experts are not possible where engines share them (enable_expert_parallel with "
+                               "data_parallel_size)")
         named = [name.removesuffix(".weight") for name in self._tensors]
         self._wrong += [f"{one} is among modules_to_save, but not in the file" for one in self._config.saved
                         if not any(name.endswith(one) for name in named)]
@@ -383,11 +390,12 @@ class _Form:
 
     def _packed(self) -> Weights:
         """The rank's share, as a slot holds it, into which the copies come."""
-        found, dtype = self._reader.layout, self._reader.dtype
-        apart: dict[str, tuple[torch.Tensor | None, ...]] = dict(self._experts.packed(dtype, self._place))
+        found, dtype, holds = self._reader.layout, self._reader.dtype, self._reader.holds
+        apart: dict[str, tuple[torch.Tensor | None, ...]] = dict(self._experts.packed(dtype, self._place, holds))
+        pairs = [pair for pair in self._pairs if holds(pair[0])]
         apart |= {path: (pair["A"].to(dtype), self._own(path, pair["B"] * scale).to(dtype))
-                  for path, _, pair, scale in self._pairs if self._targets[path].decoded}
-        pairs = [pair for pair in self._pairs if pair[0] not in apart]
+                  for path, _, pair, scale in pairs if self._targets[path].decoded}
+        pairs = [pair for pair in pairs if pair[0] not in apart]
         width = padded(max((len(pair["A"]) for _, _, pair, _ in pairs), default=1))
         used = {path for path, *_ in pairs}
         own = Layout([(path, one.pieces, one.inputs) for path, one in found.targets.items() if path in used])
@@ -428,10 +436,11 @@ class _Form:
                 self._from += [a, mine.t()]
                 self._scales += [1, scale]
                 facts[target.facts + piece] = padded(rank)
-        ends = {*self._saved, *(path for path, *_ in pairs if path in (EMBEDDING, HEAD))}
-        ends |= {APART} if apart else set()
-        apart |= {path: (self._own(path, one).to(dtype),) for path, one in self._saved.items()}
-        self.plain &= not apart
+        saved = {path: (self._own(path, one).to(dtype),) for path, one in self._saved.items() if holds(path)}
+        ends = {*saved, *(path for path, *_ in pairs if path in (EMBEDDING, HEAD))} | ({APART} if apart else set())
+        apart |= saved
+        # A stage may have none of an adapter's layers.
+        self.plain &= bool(pairs) and not apart
         matrices = Matrices(data, places, gains if scaled else None, torch.tensor(facts, dtype=torch.int32))
         return Weights(matrices, apart, frozenset(ends))
 

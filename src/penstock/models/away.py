@@ -20,7 +20,7 @@ from penstock.models.transfer import Arrival, Bytes, Transfer
 from penstock.ops.experts import Stack
 from penstock.ops.linear import Weight
 from penstock.ops.pinned import Pinned
-from penstock.platform.folders import cache_folder
+from penstock.platform.kept import cache_folder
 
 PLACES = 2
 """Of blocks on a GPU: one computes while the next one comes."""

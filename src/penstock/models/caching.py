@@ -1,5 +1,4 @@
-"""Chooses the codec of each layer's keys and values, by the options or by what the checkpoint says of itself, and how far
-recurrent states can go back."""
+"""Chooses each layer's codec of keys and values, by the options or the checkpoint, and how far recurrent states can go back."""
 
 import re
 import struct

@@ -1,5 +1,4 @@
-"""Typed reads of a config.json's values, and the parts that Llama-like families describe alike. The file itself is read by
-`checkpoint/config.py`.
+"""Typed reads of config.json's values, and the parts that Llama-like families describe alike. `checkpoint/config.py` reads it.
 
 Every read is checked: a value that Penstock cannot honour is a ModelError that says what was found and what is possible."""
 
@@ -9,7 +8,6 @@ from typing import Any
 
 from penstock.core.errors import ModelError
 from penstock.layers import rope as ropes
-from penstock.layers.rope import NoScaling, RopeScaling, RopeSpec
 
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -106,7 +104,7 @@ class Config:
 
 
 def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta: float = 10000.0, fraction: float = 1.0,
-         aliases: Mapping[str, str] | None = None, interleaved: bool = False) -> RopeSpec:
+         aliases: Mapping[str, str] | None = None, interleaved: bool = False) -> ropes.RopeSpec:
     """The rotation that a config asks for, in today's form (`rope_parameters`) or the older (`rope_theta`, `rope_scaling`).
 
     `layer_type` picks an entry where `rope_parameters` differ by layer type; `theta` and `fraction` are the family's defaults;
@@ -131,7 +129,7 @@ def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta
     if unknown:
         raise ModelError(f"config.json: rope scaling {kind!r} with {', '.join(unknown)}; what is understood with it is "
                          f"{', '.join(allowed)}")
-    return RopeSpec(where.number("rope_theta"), dim, make(where, config, dim), interleaved)
+    return ropes.RopeSpec(where.number("rope_theta"), dim, make(where, config, dim), interleaved)
 
 
 _ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
@@ -149,12 +147,12 @@ def _optional(where: Config, name: str) -> float | None:
     return where.number(name) if name in where.values else None
 
 
-def _llama3(where: Config, config: Config, _dim: int) -> RopeScaling:
+def _llama3(where: Config, config: Config, _dim: int) -> ropes.RopeScaling:
     return ropes.Llama3Scaling(where.number("factor"), where.number("low_freq_factor"), where.number("high_freq_factor"),
                                _original(where, config))
 
 
-def _yarn(where: Config, config: Config, _dim: int) -> RopeScaling:
+def _yarn(where: Config, config: Config, _dim: int) -> ropes.RopeScaling:
     original = _original(where, config)
     factor = where.number("factor", config.integer("max_position_embeddings") / original)
     return ropes.YarnScaling(factor, original, where.number("beta_fast", 32.0),
@@ -162,7 +160,7 @@ def _yarn(where: Config, config: Config, _dim: int) -> RopeScaling:
                              _optional(where, "mscale_all_dim"), where.flag("truncate", True))
 
 
-def _longrope(where: Config, config: Config, dim: int) -> RopeScaling:
+def _longrope(where: Config, config: Config, dim: int) -> ropes.RopeScaling:
     original, count = _original(where, config), (dim + 1) // 2
     sets = []
     for name in ("short_factor", "long_factor"):
@@ -175,8 +173,8 @@ def _longrope(where: Config, config: Config, dim: int) -> RopeScaling:
 
 
 _FACTOR = ("factor", "original_max_position_embeddings")
-_SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], RopeScaling]]] = {
-    "default": (_FACTOR, lambda *_: NoScaling()),
+_SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], ropes.RopeScaling]]] = {
+    "default": (_FACTOR, lambda *_: ropes.NoScaling()),
     "linear": (_FACTOR, lambda where, *_: ropes.LinearScaling(where.number("factor"))),
     "dynamic": (_FACTOR, lambda where, config, _: ropes.DynamicScaling(where.number("factor"),
                                                                        config.integer("max_position_embeddings"))),

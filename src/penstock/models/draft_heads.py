@@ -10,13 +10,12 @@ import torch
 
 from penstock.checkpoint.tensors import Stored, read_headers
 from penstock.core.errors import ModelError
-from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.block import BlockSpec, BranchSpec, NoNormSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.delta import DeltaSpec
 from penstock.layers.draft_head import JoinSpec, PairAttentionSpec
 from penstock.layers.embedding import HeadSpec
 from penstock.layers.experts import ExpertsSpec
-from penstock.layers.norm import NoNormSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules, weights
 from penstock.models.config import Config, rope
@@ -87,8 +86,7 @@ _MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
 def mask_token(config: Mapping[str, Any], asked: bool | None) -> int | None:
-    """The token in whose place a draft model or head drafts one, if it drafts all in one pass: as `asked`, or else as its
-    config says. ModelError if that names none."""
+    """The token in whose place a one-pass draft model or head drafts: as `asked`, or by its config. ModelError if none."""
     named = [int(config[name]) for name in _MASKS if config.get(name) is not None]
     parallel = config.get("parallel_drafting") or any(config.get(name) is not None for name in _MASKS[:2])
     if asked is False or (asked is None and not parallel):
@@ -144,8 +142,7 @@ def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
     inner = config.get("transformer_layer_config") or config.get("model") or {}
     given = Config({**config, **inner}, {"hidden_act": "silu", "max_position_embeddings": 2048, "num_hidden_layers": 1})
     given.absent("norm_before_fc", "fc_norm", "norm_output", "layernorms")
-    tensors = read_headers(folder)
-    names = {name.removeprefix("model.") for name in tensors}
+    names = {name.removeprefix("model.") for name in read_headers(folder)}
     width, norm = given.integer("hidden_size"), parts.rms_norm(given)
     inputs = given.integer("target_hidden_size", width)
     if inputs != target.width or (method == "eagle" and width != inputs):

@@ -133,9 +133,8 @@ class Eagle(nn.Module):
     def load(cls, folder: Path) -> "Eagle":
         """A folder's head, in float32."""
         head = cls(json.loads((folder / "config.json").read_text()))
-        weights = load_file(folder / "model.safetensors")
         head.load_state_dict({name: weight.float() if weight.is_floating_point() else weight
-                              for name, weight in weights.items()})
+                              for name, weight in load_file(folder / "model.safetensors").items()})
         return head
 
     def save(self, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Finds out whether an architecture that no family describes can be run through transformers' own modules, and describes it.
 
-The modules are run once without numbers (on the meta device): each call of attention is seen, and what cannot be driven by
-`layers/foreign.py` is refused by name."""
+The modules run once on the meta device: attention calls are seen; what `layers/foreign.py` cannot drive is refused."""
 
 import importlib.util
 import json
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.block import BlockSpec, BranchSpec, NoNormSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.foreign import ForeignAttention, ForeignSpec, running, skeleton
-from penstock.layers.norm import NoNormSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import Config
 from penstock.models.rules import Rule, text_part
@@ -57,7 +55,7 @@ def _family(architecture: str, text: str) -> SimpleNamespace | None:
     except ModelError as error:
         raise ModelError(f"config.json names architecture {architecture!r}, which Penstock does not know, and which cannot be "
                          f"run through transformers' modules: {error}") from None
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+    except Exception as error:  # what transformers raises is of many types, some of huggingface_hub
         raise ModelError(f"config.json names architecture {architecture!r}, which Penstock does not know; transformers' "
                          f"modules do not run here as they are: {type(error).__name__}: {str(error)[:200]}") from error
     return SimpleNamespace(ARCHITECTURES=(architecture,), MODEL_TYPES=(), RULES=rules, spec=lambda _config: spec)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.layers.attention import AttentionSpec, QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.block import BlockSpec, BranchSpec, LayerNormSpec, NoNormSpec, RMSNormSpec
+from penstock.layers.build import MixerSpec
 from penstock.layers.embedding import DenseSpec, EmbeddingSpec, HeadSpec
 from penstock.layers.latent import LatentAttentionSpec, SparseLatentAttentionSpec
-from penstock.layers.mixer import MixerSpec
 from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import LayerNormSpec, NoNormSpec, RMSNormSpec
 from penstock.layers.rope import NoScaling, RopeSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules

@@ -6,13 +6,12 @@ from typing import Any
 
 from penstock.core.errors import ModelError
 from penstock.layers.attention import AttentionSpec, QueryKeyNorm
-from penstock.layers.block import BlockSpec, BranchSpec
+from penstock.layers.block import BlockSpec, BranchSpec, LayerNormSpec, NormSpec, RMSNormSpec
+from penstock.layers.build import MixerSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.experts import ExpertsSpec
 from penstock.layers.latent import LatentAttentionSpec
-from penstock.layers.mixer import MixerSpec
 from penstock.layers.mlp import MLPSpec
-from penstock.layers.norm import LayerNormSpec, NormSpec, RMSNormSpec
 from penstock.layers.rope import NoScaling, RopeSpec, YarnScaling
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import ACTIVATIONS, Config
@@ -124,8 +123,7 @@ def sigmoid_routing(config: Config) -> Routing:
 
 
 def dense_then_experts(config: Config, routing: Callable[[Config], Routing] = sigmoid_routing) -> list[MixerSpec]:
-    """Each layer's feed-forward part: `first_k_dense_replace` dense ones, then mixtures with `n_shared_experts` shared ones; or
-    as `mlp_layer_types` says."""
+    """Feed-forward parts: `first_k_dense_replace` dense, then mixtures with `n_shared_experts`; or by `mlp_layer_types`."""
     layers, first = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 0, least=0)
     dense = gated_mlp(config)
     kinds = config.listing("mlp_layer_types", layers, ("dense", "sparse").__contains__, "dense or sparse")

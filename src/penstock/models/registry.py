@@ -124,8 +124,7 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def configured(folder: Path, quantization: str | None = None, rules: Mapping[str, str] | None = None,
                cache: CacheAsked | None = None) -> dict[str, Any]:
-    """A folder's config, with what the options ask of its weights (`quantization`, `quantization_rules`) and of its cache in
-    it. ConfigError for what cannot be asked of it."""
+    """A folder's config with options on weights (`quantization`, `quantization_rules`) and cache. ConfigError: impossible."""
     config = at_load.requested(read_config(folder), quantization, rules or {})
     return config if cache is None else caching.requested(config, folder, cache)
 

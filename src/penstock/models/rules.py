@@ -81,8 +81,7 @@ def transposed(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
 
 def interleaved(tensor: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     """Reorders rows from (head, query/key/value), as GPT-NeoX stores them, to all queries, all keys, all values."""
-    heads = spec.attentions[0].heads
-    return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+    return tensor.view(spec.attentions[0].heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
 
 
 def stacked(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.layers.parameter import Parameter, Split
+from penstock.layers.build import Parameter, Split
 from penstock.layers.spec import ModelSpec
 from penstock.models.rules import Change
 from penstock.parallel.axis import Place
@@ -76,11 +76,9 @@ class Shares:
         self._wholes = {parameter.name: parameter for parameter in self.whole.parameters()}
 
     def _axis(self, whole: Parameter) -> tuple[int, int]:
-        """(rank, ranks) of those that divide a parameter: of engines that step together, only experts."""
+        """(rank, ranks) of those that divide a parameter: experts are divided among all ranks of engines that step together."""
         place = self._place
-        if place.datas > 1:
-            return (place.data, place.datas) if whole.stack else (0, 1)
-        return place.tensor, place.tensors
+        return (place.number, place.world) if whole.stack and place.datas > 1 else (place.tensor, place.tensors)
 
     def of(self, parameter: Parameter) -> Parameter:
         """The whole of which this rank's `parameter` is a share."""
@@ -95,8 +93,7 @@ class Shares:
             axis = part.rows
             count = 0 if axis is None else part.shape[axis]
             source = Source(whole.name, part.suffix, 0, whole.shape[0], axis, 0, count, None)
-            shape = self.shapes(parameter, [source])[part.suffix]
-            found[part.suffix] = parts[part.suffix].new_zeros(shape)
+            found[part.suffix] = parts[part.suffix].new_zeros(self.shapes(parameter, [source])[part.suffix])
             for cut in self.cuts(parameter, source):
                 cut.target(found[part.suffix]).copy_(cut.source(parts[part.suffix]))
         return found

@@ -15,7 +15,7 @@ import torch
 
 from penstock.checkpoint.tensors import TORCH_NAMES, Stored, read_headers
 from penstock.core.errors import ModelError
-from penstock.layers.parameter import Parameter, Piece
+from penstock.layers.build import Parameter, Piece
 from penstock.layers.spec import ModelSpec
 from penstock.models.rules import Change, Rule, usual
 from penstock.quant.form import Form, Reader
@@ -243,14 +243,14 @@ class Translated(Checkpoint):
 
 def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
              shapes: dict[str, tuple[int, int]]) -> tuple[Form, Change | None, int, int] | None:
-    # A checkpoint of a bare backbone leaves out the prefix.
+    # A checkpoint of a bare backbone leaves out the prefix. Readers know a language model beside towers by its names alone.
     for name in (f"{module}.weight", module, f"model.{module}.weight"):
         for rule in rules:
             target = rule.match(name)
             if target is not None:
                 if target not in shapes:
                     return None
-                form = reader.form(module, *shapes[target])
+                form = reader.form(module.replace("language_model.", ""), *shapes[target])
                 change = None if reader.arranged else rule.change
                 return None if form is None else (form, change, *shapes[target])
     return None

@@ -1,8 +1,7 @@
 """The strict streaming loader: from a checkpoint to a model's packed parameters.
 
-`assign` maps tensors to parameters by names and shapes alone, before any data is read, and lists everything that does not fit.
-`stream` then loads them: on a CPU one parameter after another, so that memory peaks at the packed weights and one matrix; on a
-GPU at the speed of the disk."""
+`assign` maps tensors to parameters by names and shapes alone, before data is read, and lists what does not fit. `stream` then
+loads them: on a CPU one by one, so memory peaks at the packed weights and one matrix; on a GPU at the disk's speed."""
 
 import math
 import mmap
@@ -18,8 +17,7 @@ import torch
 from penstock.checkpoint.tensors import DTYPES, TORCH_NAMES, Stored
 from penstock.core.errors import ModelError
 from penstock.core.state import MODEL_DTYPES
-from penstock.layers.build import Values
-from penstock.layers.parameter import Parameter, Piece
+from penstock.layers.build import Parameter, Piece, Values
 from penstock.layers.spec import ModelSpec
 from penstock.models.away import Away
 from penstock.models.rules import Change, Rule, usual
@@ -211,26 +209,29 @@ def _to_host(shares: Shares, sources: dict[str, list[Source]], checkpoint: Check
             shares.clear(parameter, wholes)
             seen = set[str]()
             for source in sources[parameter.name]:
-                tensor = checkpoint.read(source.name)
-                if source.change is not None:
-                    tensor = source.change(tensor, shares.whole)
-                for cut in shares.cuts(parameter, source):
-                    _put(cut.target(wholes[source.part]), cut.source(tensor), source, seen)
-                del tensor
-                seen.add(source.part)
-                checkpoint.drop(source.name)
+                _read(checkpoint, source, list(shares.cuts(parameter, source)), shares.whole, wholes, seen)
                 progress.add(checkpoint.tensors[source.name])
             _keep(values, parameter, _place(wholes, parameter, dtype, device, kernels), away)
             del wholes
     return values
 
 
-def _put(target: torch.Tensor, found: torch.Tensor, source: Source, seen: set[str]) -> None:
-    """Copies a source's tensor to its place. If all rows of a joined matrix share it (the scale of its inputs), it is the
-    largest that the pieces bring, so that no activation is cut off; `seen` has the parts that were brought before."""
-    if source.axis is None and source.part in seen:
-        found = torch.maximum(target, found.to(target))
-    target.copy_(found)
+def _read(checkpoint: Checkpoint, source: Source, cuts: Sequence[Cut], spec: ModelSpec, wholes: dict[str, torch.Tensor],
+          seen: set[str]) -> None:
+    """Copies cuts of a source's tensor to their place. If all rows of a joined matrix share it (the scale of its inputs), it
+    is the largest that the pieces bring, so that no activation is cut off; `seen` has the parts that were brought before."""
+    if not cuts:
+        return
+    tensor = checkpoint.read(source.name)
+    if source.change is not None:
+        tensor = source.change(tensor, spec)
+    for cut in cuts:
+        target, found = cut.target(wholes[source.part]), cut.source(tensor)
+        if source.axis is None and source.part in seen:
+            found = torch.maximum(target, found.to(target))
+        target.copy_(found)
+    seen.add(source.part)
+    checkpoint.drop(source.name)
 
 
 _WAITING = 2 << 30
@@ -296,18 +297,12 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
             for source in sources[parameter.name]:
                 tensor = checkpoint.tensors[source.name]
                 kind = stored_dtype(tensor.dtype)
-                targets = [(cut.target(mine[source.part]), cut) for cut in shares.cuts(parameter, source)]
+                cuts = list(shares.cuts(parameter, source))
                 if tensor.made or parameter.resident:
-                    if targets:
-                        arranged = checkpoint.read(source.name)
-                        if source.change is not None:
-                            arranged = source.change(arranged, shares.whole)
-                        for target, cut in targets:
-                            _put(target, cut.source(arranged), source, seen)
-                        seen.add(source.part)
-                        checkpoint.drop(source.name)
+                    _read(checkpoint, source, cuts, shares.whole, mine, seen)
                     progress.add(tensor)
                     continue
+                targets = [(cut.target(mine[source.part]), cut) for cut in cuts]
                 if source.change is not None and targets:
                     raw = torch.empty(tensor.shape, dtype=kind, device=device)
                     waiting += raw.nbytes
@@ -427,8 +422,7 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
           progress: Progress | None, place: Place = ALONE, away: Away | None = None) -> Values:
     """Random parameters of the same shapes, for benchmarks; a function of the seed alone. Ranks have shares of the same ones.
 
-    Matrices are N(0, 1 / columns), so that activations and logits have unit scale. They repeat one array of random numbers:
-    drawing a billion takes a minute, copying them a second."""
+    Matrices are N(0, 1 / columns), for unit scale. They repeat one array: drawing a billion numbers takes a minute."""
     stretch = torch.randn(_RANDOM, generator=torch.Generator().manual_seed(seed))
     scaled: dict[int, torch.Tensor] = {}
     shares = Shares(spec, place, str(dtype).removeprefix("torch."))

@@ -1,14 +1,14 @@
 """Attention of a ragged batch over the paged KV cache. The step's own keys and values are already in the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from penstock.ops.codec import Coding, Scales
 from penstock.ops.table import register
@@ -16,6 +16,8 @@ from penstock.ops.table import register
 if TYPE_CHECKING:
     from penstock.ops.attention_divider import Divider
 
+_MASKED = 256
+"""Queries at a time whose scores have addends: bounds the memory of those."""
 _SCORES = 1 << 24
 """Maximum scores the reference computes at once. Bounds its memory to a few times 64 MiB for any prompt length."""
 
@@ -39,8 +41,7 @@ class Stripe(NamedTuple):
         return found
 
     def slots(self, slots: torch.Tensor, size: int) -> torch.Tensor:
-        """The places of entries within the stripe, whose pages have `size` positions, given their slots in whole pages; -1 for
-        those of other ranks."""
+        """Places within the stripe, in pages of `size` positions, of slots in whole pages; -1 for those of other ranks."""
         page, at = slots // (size * self.of), slots % (size * self.of)
         return torch.where((slots >= 0) & (at // size == self.number), page * size + at % size, -1)
 
@@ -93,8 +94,7 @@ class SharedPrefixes:
     segments: Ints
     """[N] segment indices, ordered so that long common prefixes are adjacent. Segments not listed share nothing."""
     common: Ints
-    """[N - 1] prefix length in positions that entry i shares with entry i + 1, less than the context of either. Entries i < j
-    share min(common[i:j]) positions."""
+    """[N - 1] positions that entries i and i + 1 share, fewer than either's context; entries i < j share min(common[i:j])."""
 
 
 class Tree(NamedTuple):
@@ -129,9 +129,8 @@ class AttentionOps:
         For eager steps only: a captured CUDA graph must not depend on the composition of a step."""
         return []
 
-    def divider(self, geometry: Geometry) -> Divider | None:
-        """Returns an object that prepares consecutive decode steps faster than `prepare` by updating the previous result, or
-        None if the implementation prepares nothing."""
+    def divider(self, geometry: Geometry) -> "Divider | None":
+        """An object that prepares consecutive decode steps by updating the last result; None if there is nothing to prepare."""
         return None
 
     def warm_up(self, device: torch.device) -> None:
@@ -181,9 +180,8 @@ class AttentionOps:
         query_start [S + 1] and context [S] are int32 on q's device; `work` is the result of `prepare`, on the same device, and
         `library` its argument. Returns [T, H, D] in q's dtype. Scores and sums are float32; the reference's result for a query
         does not depend on the other queries of the step."""
-        elsewhere = {span.segment for span in library}
         return partial(q, k_cache, v_cache, table, query_start, context, scale, window, softcap, sinks, slopes, scales,
-                       without=elsewhere, tree=tree)[0].to(q.dtype)
+                       without={span.segment for span in library}, tree=tree)[0].to(q.dtype)
 
     def striped(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor,
                 query_start: torch.Tensor, context: torch.Tensor, scale: float, softcap: float = 0.0,
@@ -194,10 +192,25 @@ class AttentionOps:
 
         Returns results [T, H, D] and the logarithms of the softmax's sums, [T, H] float32, LEAST where a query sees no key:
         results of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys."""
-        elsewhere = {span.segment for span in library}
         out, sums = partial(q, k_cache, v_cache, table, query_start, context, scale, 0, softcap, sinks, slopes, scales, stripe,
-                            elsewhere)
+                            {span.segment for span in library})
         return out, sums.clamp_(min=LEAST)
+
+    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, window: int = 0,
+              slopes: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention of every token to all of its segment: of q [T, H, D] to the step's own k and v [T, KV, D], of which nothing
+        is in the cache. `window` w > 0: to those nearer than w on either side. `slopes` [H] float32: a score loses slope *
+        |key's position - query's position|. Returns [T, H, D]; of padding, unspecified."""
+        out, grouped = torch.zeros_like(q), q.shape[1] != k.shape[1]
+        for start, end in pairwise(query_start.tolist()):
+            keys, values = (x[start:end].transpose(0, 1) for x in (k, v))
+            near = slopes is None and not 0 < window < end - start
+            for at in range(start, end, max(1, end - start) if near else _MASKED):
+                queries = q[at:min(at + _MASKED, end) if not near else end].transpose(0, 1)
+                mask = None if near else _addends(at - start, queries.shape[1], end - start, window, slopes, q)
+                seen = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=grouped)
+                out[at:at + queries.shape[1]] = seen.transpose(0, 1)
+        return out
 
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
         """Computes one of the spans that `library_spans` named for latents: causal attention of the step's queries q [T, H, D]
@@ -266,6 +279,18 @@ def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table
                 sums[at:at + len(queries)] = found.permute(2, 0, 1).flatten(1)
             out[at:at + len(queries)] = torch.einsum("gntk,gkd->tgnd", weights, values).flatten(1, 2)
     return out, sums
+
+
+def _addends(first: int, queries: int, keys: int, window: int, slopes: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The addends of `AttentionOps.whole` by the distance of query and key, for queries from position `first` on."""
+    at = torch.arange(keys, device=like.device)
+    far = (at[first:first + queries, None] - at).abs()
+    found = torch.zeros(far.shape, dtype=torch.float32, device=like.device)
+    if slopes is not None:
+        found = -slopes[:, None, None] * far
+    if window:
+        found = found.masked_fill(far >= window, -torch.inf)
+    return found.to(like.dtype)
 
 
 def _codings(scales: Scales | None) -> list[tuple[Coding | None, torch.Tensor | None, float]]:

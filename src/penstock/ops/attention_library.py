@@ -24,8 +24,7 @@ GRAIN = 512
 """Queries are padded to a multiple of this, because cuDNN takes 70 ms to plan for each new shape."""
 
 BLOCKS = (16384, 4096)
-"""Block sizes of a context in keys, largest first. Few sizes, for the same reason; from 4,096 keys on cuDNN reaches 670 to 690
-TFLOP/s without a mask."""
+"""Block sizes of a context in keys, largest first, few for the same reason; cuDNN has 670 to 690 TFLOP/s from 4,096 on."""
 
 PARTS = 4
 """Maximum number of partial results held before they are merged. Bounds their memory."""

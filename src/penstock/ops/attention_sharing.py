@@ -1,8 +1,7 @@
 """Groups segments that share a prefix (cascade attention), so that the prefix's keys are read once for the whole group.
 
-`SharedPrefixes` sorts segments so that neighbours share most. Segments that share at least k keys are therefore a range of
-neighbours, and ranges of different k nest like the nodes of a prefix tree. A segment joins at most one group, the groups that
-save most reads are chosen, and a group is cut into tiles of queries."""
+`SharedPrefixes` sorts segments so that neighbours share most: those that share at least k keys are a range, and ranges of
+different k nest as in a prefix tree. A segment joins one group at most; those that save most reads are chosen."""
 
 from functools import lru_cache
 from typing import NamedTuple

@@ -97,14 +97,17 @@ class TritonAttention(AttentionOps):
                 stripe: Stripe = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
         """Results are in q's dtype. Without `work` it is prepared here, which synchronises the device."""
         assert slopes is None, "a slope needs the key's own position"
-        tokens, heads, size = q.shape
+        tokens, heads, width = q.shape
+        size = width if scales is not None else v_cache.shape[3]
         geometry = Geometry(heads, k_cache.shape[1], size, k_cache.shape[2],
-                            itemsize=(q if scales is not None else k_cache).element_size(),
+                            itemsize=(q if scales is not None else k_cache).element_size(), tail=width - size,
                             codec=scales.codec.name if scales is not None else "", stripe=stripe)
         if work is None:
             found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), tokens, tokens, library)
             work = torch.from_numpy(found).to(q.device)
-        out, sums = torch.zeros_like(q), torch.full((tokens, heads), LEAST, device=q.device)
+        out, sums = q.new_zeros(tokens, heads, size), torch.full((tokens, heads), LEAST, device=q.device)
+        geometry = attention_work.served(geometry)
+        k_cache = k_cache.expand(-1, geometry.kv_heads, -1, -1)
         launch = attention_work.layout(geometry, tokens, tokens, self.invariant).narrow
         self._launch(launch, geometry, False, q, k_cache, v_cache, table, scale, softcap, None if stripe.number else sinks,
                      None, work, out, scales, sums)

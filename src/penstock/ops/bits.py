@@ -35,8 +35,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def turned(words: torch.Tensor) -> torch.Tensor:
-    """AWQ's words, int32 [k, n / 8] with codes of eight rows each, the even ones before the odd ones, as codes of rows uint8
-    [n, k / 2], as `pack` has them."""
+    """AWQ's words, int32 [k, n / 8] of eight rows' codes, even ones first, as codes uint8 [n, k / 2] like `pack`'s."""
     (k, wide), lib = words.shape, native.loaded() if words.device.type == "cpu" else None
     if lib is not None and k % 128 == wide % 16 == 0:
         out, words = torch.empty(8 * wide, k // 2, dtype=torch.uint8), words.contiguous()

@@ -25,8 +25,7 @@ Rule = Literal["fixed", "peak", "signed", "range", "norm"]
 class Coding:
     """A vector [D] of one head: number = value(code) * scale + shift, for each `group` of elements.
 
-    Codes of 4 bits: a byte has element j in its lower half and element j + D / 2 in its upper one. Codes of 3 bits: 8 elements
-    in 3 bytes, lowest bits first."""
+    4 bits: a byte has element j in its low half, j + D / 2 in its high one. 3 bits: 8 elements in 3 bytes, lowest first."""
 
     dtype: str
     """A torch name. uint8: packed codes of `bits`."""
@@ -70,8 +69,7 @@ class Coding:
 
     @property
     def form(self) -> int:
-        """All of this that a kernel's decoding needs, as bits: 0-4 `bits`; 5 a table; 6 a shift; 7 codes less 8; 8 stored
-        scales; from 9 on `group`."""
+        """A kernel's decoding as bits: 0-4 `bits`; 5 a table; 6 a shift; 7 codes less 8; 8 stored scales; 9 and up `group`."""
         return (self.bits | bool(self.magnitudes) << 5 | (self.rule == "range") << 6 | (self.rule == "signed") << 7
                 | (self.rule != "fixed") << 8 | self.group << 9)
 

@@ -4,8 +4,6 @@ x is rounded to int8 with a scale for each 32 columns (schemes that quantize act
 they give), as llama.cpp does: results differ from the scheme's definition by that rounding, about 0.5 % of a product's standard
 deviation. `--kernels linear.<scheme>=reference` computes with activations as they are instead, slowly."""
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +39,7 @@ NAMES = (*gguf_codes.NAMES, "fp8", "fp8_block", "int8",
 
 
 class CodedPanels(Weight):
-    """A matrix in panels. `scales` is uint8, in the layout of its `kind` (csrc/coded.cpp); codes less `offset` are numbers.
-    FP8 is as csrc/linear.cpp has it."""
+    """A matrix in panels: uint8 `scales` laid out by `kind` (csrc/coded.cpp, FP8: csrc/linear.cpp), numbers code - `offset`."""
 
     __slots__ = ("bits", "fixed", "gains", "group", "kind", "offset", "order", "scales", "tail")
 
@@ -94,7 +91,7 @@ class CodedPile(Loose):
 class CodedCpu:
     """LinearOps (ops/linear.py) of one library, for the schemes of `NAMES`."""
 
-    def __init__(self, owner: CpuOperations) -> None:
+    def __init__(self, owner: "CpuOperations") -> None:
         self.owner = owner
 
     def pack(self, scheme: Any, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> CodedPanels:
@@ -158,9 +155,10 @@ def _values(ids: torch.Tensor, weight: CodedPanels) -> torch.Tensor:
         return found * (scale if weight.group == 1 else scale.repeat_interleave(128, 1)[:, :weight.k])
     data = weight.data.view(torch.int8) if weight.bits == 8 and not weight.offset else weight.data
     lines = data.view(-1, -(-weight.k // _BLOCK), weight.bits, _PANEL, 4)[panel, :, :, lane]
-    codes = lines if weight.bits == 8 else torch.stack((lines[:, :, :4] & 15, lines[:, :, :4] >> 4), 3)
+    codes = lines if weight.bits == 8 else torch.stack((lines & 15, lines >> 4), 3)
     if weight.bits == 6:
-        codes = codes.flatten(2) | torch.stack([lines[:, :, 4:] >> 2 * i & 3 for i in range(4)], 3).flatten(2) << 4
+        a, b, c = (three := lines.unflatten(2, (2, 3))).unbind(3)
+        codes = torch.cat((three & 63, (a >> 6 << 4 | b >> 6 << 2 | c >> 6).unsqueeze(3)), 3)
     numbers = codes.flatten(1)[:, :weight.k].float() - weight.offset
     groups = -(-weight.k // (_BLOCK * weight.group))
     mine = weight.scales.view(-(-weight.n // _PANEL), groups, -1)[panel]  # [T, groups, bytes]
@@ -247,7 +245,7 @@ def _bytes(heads: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
     return torch.cat((first, second), -1).contiguous().flatten()
 
 
-def register_all(owner: CpuOperations, name: str, rank: int) -> None:
+def register_all(owner: "CpuOperations", name: str, rank: int) -> None:
     """Enters the schemes' kernels of one library."""
     for scheme in NAMES:
         register(f"linear.{scheme}", name, rank=rank, supports=owner.supports, dtypes=tuple(_CODES))(CodedCpu(owner))

@@ -366,7 +366,7 @@ def _spread(code, piece: tl.constexpr, half: tl.constexpr, fast: tl.constexpr):
 
 @triton.jit
 def _lanes(pairs, here, inside, column, k):
-    """x's columns of units: four pieces of 32 columns, as `_multiplied` takes them."""
+    """x's columns of the units from `here` on: four pieces of 32 columns, as `_multiplied` takes them."""
     found = ()
     for i in tl.static_range(4):
         found = found + (tl.load(pairs + here * 64 + 16 * i, mask=inside & (here * 128 + column + 32 * i < k), other=0),)  # noqa: RUF005
@@ -374,126 +374,148 @@ def _lanes(pairs, here, inside, column, k):
 
 
 @triton.jit
-def _codes(at, beside, words, here, units, spread, n, own, groups: tl.constexpr, parts: tl.constexpr, lines: tl.constexpr,
-           form: tl.constexpr):
-    """Of units: the codes of each 8 rows, and behind those of each 16 rows the words of their scales."""
+def _word(at, fast: tl.constexpr):
+    """The words at addresses. fast: in the layout of the sums, which Triton gives up for loads of words that lie apart."""
+    if fast:
+        found = tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        found = tl.load(at)
+    return found
+
+
+@triton.jit
+def _codes(at, beside, words, here, units, each, spread, n, own, count: tl.constexpr, groups: tl.constexpr,
+           parts: tl.constexpr, lines: tl.constexpr, form: tl.constexpr, fast: tl.constexpr):
+    """Of each 16 rows: the codes of `count` units from `here` on, 8 rows at a time, and then the words of their scales."""
     found = ()
-    inside = here < units
+    place = tl.minimum(here + each, units - 1)
     for g in tl.static_range(groups):
+        row = tl.minimum(own + 16 * g, n - 1)
         for h in tl.static_range(parts):
-            for half in tl.static_range(2):
-                found = found + (tl.load(at + here * 1024 + h * beside + (2 * g + half) * 128, mask=inside, other=0),)  # noqa: RUF005
-            for i in tl.static_range(lines):
-                line = (here // 2 if form == "pairs" else here * lines + i) * spread + h * n
+            for u in tl.static_range(count):
                 for half in tl.static_range(2):
-                    row = tl.minimum(own + (16 * g + 8 * half), n - 1)
-                    found = found + (tl.load(words + line + row, mask=inside, other=0),)  # noqa: RUF005
+                    found = found + (tl.load(at + (here + u) * 1024 + h * beside + (2 * g + half) * 128,  # noqa: RUF005
+                                             mask=here + u < units, other=0),)
+            for i in tl.static_range(lines):
+                line = (place // 2 if form == "pairs" else place * lines + i) * spread + h * n
+                found = found + (_word(words + line + row, fast),)  # noqa: RUF005
     return found
 
 
 @triton.jit
 def _scaled(part, whole, word, odd, form: tl.constexpr, half: tl.constexpr, base: tl.constexpr):
-    """Sums of a group of columns with their scale and zero; `whole`: the sums of x's columns; `word`: [.., 8, 2], of the rows
-    and of those 8 further on."""
+    """Sums of a group of columns with their scale and zero; `whole`: the sums of x's columns."""
     if form == "pairs" or form == "halves":
         word = tl.where(odd, word >> 16, word)
     if form == "float":
         scale = word.to(tl.float32, bitcast=True)
     else:
         scale = _lower(word, half)
-    zero = tl.full(word.shape, base + 8.0, tl.float32)
-    if form == "zeros" or form == "shifts":
-        zero = _upper(word, half) + base * (form == "zeros")
-    both = tl.join(scale, zero)[:, :, None, :, None, :]
-    both = tl.reshape(tl.broadcast_to(both, (word.shape[0], 8, 4, 2, 2, 2)), (word.shape[0], 128, 2))
-    scale, zero = tl.split(both)
     if form == "shifts":
-        found = (part - base * whole) * scale + zero * whole
+        found = (part - base * whole) * scale + _upper(word, half) * whole
+    elif form == "zeros":
+        found = (part - (_upper(word, half) + base) * whole) * scale
     else:
-        found = (part - zero * whole) * scale
+        found = (part - (base + 8.0) * whole) * scale
     return found
 
 
 @triton.jit
-def _step(total, x, codes, here, groups: tl.constexpr, scales: tl.constexpr, lines: tl.constexpr, form: tl.constexpr,
+def _step(total, x, codes, each, odd, count: tl.constexpr, scales: tl.constexpr, lines: tl.constexpr, form: tl.constexpr,
           half: tl.constexpr, narrow: tl.constexpr, fast: tl.constexpr):
-    """Adds the products of units of columns to the sums of each group of 16 rows."""
+    """Adds the products of `count` units of columns to the sums of each 16 rows. x has another unit in each `count`th part of
+    its rows, of whose sums one is right for each unit of codes: that of unit `each`. odd: where these have the upper half of a
+    word of two units."""
     one = tl.full(x[0].shape, 0x3C003C00 if narrow else 0x3F803F80, tl.int32)
     none = tl.zeros(x[0].shape, tl.float32)
     # Products with ones remove what spread codes have too much, as they do zeros.
     base: tl.constexpr = 1024.0 if narrow else 128.0
     for s in tl.static_range(scales):
-        whole = none
-        part = ()
-        for _ in tl.static_range(groups):
-            part = part + (none,)  # noqa: RUF005
+        whole, more = none, ()
         for i in tl.static_range(s * (4 // scales), (s + 1) * (4 // scales)):
-            # Products that do not wait for each other follow one another.
             whole = _multiplied(whole, one, one, x[i], narrow, fast)
-            more = ()
-            for g in tl.static_range(groups):
-                a, b = codes[g * (2 + 2 * lines)], codes[g * (2 + 2 * lines) + 1]
-                more = more + (_multiplied(part[g], _spread(a, i, narrow, fast), _spread(b, i, narrow, fast), x[i],  # noqa: RUF005
-                                           narrow, fast),)
-            part = more
-        more = ()
-        for g in tl.static_range(groups):
+        for g in tl.static_range(len(total)):
+            own, right = codes[g * (2 * count + lines):], none
+            for u in tl.static_range(count):
+                part = none
+                for i in tl.static_range(s * (4 // scales), (s + 1) * (4 // scales)):
+                    a, b = _spread(own[2 * u], i, narrow, fast), _spread(own[2 * u + 1], i, narrow, fast)
+                    part = _multiplied(part, a, b, x[i], narrow, fast)
+                right = tl.where(each == u, part, right)
             if form == "row":
-                more = more + (total[g] + part[g] - (base + 8.0) * whole,)  # noqa: RUF005
+                part = right - (base + 8.0) * whole
             else:
-                first = codes[g * (2 + 2 * lines) + 2 + 2 * (s * lines // scales)]
-                second = codes[g * (2 + 2 * lines) + 3 + 2 * (s * lines // scales)]
-                odd = (here % 2 == 1)[:, :, None] if form == "pairs" else s % 2 == 1
-                more = more + (total[g] + _scaled(part[g], whole, tl.join(first, second), odd, form, half, base),)  # noqa: RUF005
+                upper = odd if form == "pairs" else s % 2 == 1
+                part = _scaled(right, whole, own[2 * count + s * lines // scales], upper, form, half, base)
+            more = more + (total[g] + part,)  # noqa: RUF005
         total = more
     return total
 
 
 @triton.jit(do_not_specialize=("rows",))
-def fragments(x, codes, words, gains, bias, out, rows, n, k, padded, spread, stride, groups: tl.constexpr, span: tl.constexpr,
-              ahead: tl.constexpr, scales: tl.constexpr, form: tl.constexpr, half: tl.constexpr, gate: tl.constexpr,
-              linked: tl.constexpr, fast: tl.constexpr):
-    """As `product` for int4 and at most 8 rows of x, 16-bit numbers in rows 8 * `stride` apart.
+def fragments(x, codes, words, gains, bias, out, rows, n, k, padded, spread, stride, tall: tl.constexpr, groups: tl.constexpr,
+              span: tl.constexpr, ahead: tl.constexpr, once: tl.constexpr, scales: tl.constexpr, form: tl.constexpr,
+              half: tl.constexpr, gate: tl.constexpr, linked: tl.constexpr, fast: tl.constexpr):
+    """As `product` for int4 and at most `tall` rows of x (a power of two up to 8), 16-bit numbers in rows 8 * `stride` apart.
 
-    A program takes 16 * `groups` rows of the matrix, `span` units of columns a step, each of which a warp multiplies alone: a
-    lane reads 16 bytes of a row's codes, which are operands of the tensor cores once their bits are spread. Codes are read
-    `ahead` steps before they are multiplied, the first before the wait for the kernel that writes x. codes: int32; k is a
-    multiple of 8."""
+    A program takes 16 * `groups` rows of the matrix, `span` times 8 / tall units of columns a step, of which each warp
+    multiplies 8 / tall alone: a lane reads 16 bytes of a row's codes, operands of the tensor cores once their bits are
+    spread. The other operand has 8 rows: `tall` rows of x for each unit. Codes and x are read `ahead` steps before they are
+    multiplied, the first codes before the wait for the kernel that writes x; `once`: there is one step. codes: int32; k is
+    a multiple of 8."""
     first = tl.program_id(0) * (16 * groups)
     parts: tl.constexpr = 1 if gate is None else 2
     lines: tl.constexpr = 0 if form == "row" else scales // 2 if form == "halves" else scales
-    size: tl.constexpr = groups * parts * (2 + 2 * lines)
+    count: tl.constexpr = 8 // tall
+    size: tl.constexpr = groups * parts * (2 * count + lines)
     narrow: tl.constexpr = x.dtype.element_ty == tl.float16
     units = padded // 128
-    unit, index = tl.arange(0, span)[:, None], tl.arange(0, 128)
-    at = codes + (first // 64).to(tl.int64) * (padded * 8) + (first % 64 * 16 + index[None, :])
+    unit, index = tl.arange(0, span)[:, None] * count, tl.arange(0, 128)[None, :]
+    at = codes + (first // 64).to(tl.int64) * (padded * 8) + (first % 64 * 16 + index)
     beside = tl.cast(n, tl.int64) * (padded // 8)
-    own = first + tl.arange(0, 8)[None, :]
+    # Of sums, the unit and the row of the matrix; of x, the row and the column.
+    each, own = (index // 4 % 4 * 2 + index % 2) // tall, first + index // 16 + index % 4 // 2 * 8
+    odd = (unit + each) % 2 == 1
+    row, column = index // 16 % tall, index // 16 // tall * 128 + (index // 4 - index // 16 * 4) * 8
     launch(linked)
     read = ()
     for t in tl.static_range(ahead):
-        read = read + _codes(at, beside, words, t * span + unit, units, spread, n, own, groups, parts, lines, form)
+        read = read + _codes(at, beside, words, t * (span * count) + unit, units, each, spread, n, own, count, groups, parts,
+                             lines, form, fast)
     await_previous(linked)
     # Written so that the compiler sees which addresses follow each other.
-    row, column = index[None, :] // 16, (index[None, :] // 4 - index[None, :] // 16 * 4) * 8
-    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * (stride * 4 - 16) + index[None, :]
-    v = _lanes(pairs, unit, row < rows, column, k)
+    pairs = x.to(tl.pointer_type(tl.int32), bitcast=True) + (row.to(tl.int64) * (stride * 4) + index // 16 // tall * 64
+                                                             - index // 16 * 16 + index)
+    v = ()
+    for t in tl.static_range(ahead):
+        v = v + _lanes(pairs, t * (span * count) + unit, row < rows, column, k)
     total = ()
     for _ in tl.static_range(groups * parts):
         total = total + (tl.zeros((span, 128), tl.float32),)  # noqa: RUF005
-    for start in tl.range(0, units, span):
-        here = start + unit
-        next_v = _lanes(pairs, here + span, row < rows, column, k)
-        read = read + _codes(at, beside, words, here + ahead * span, units, spread, n, own, groups, parts, lines, form)
-        total = _step(total, v, read, here, groups * parts, scales, lines, form, half, narrow, fast)
-        read = read[size:]
-        v = next_v
-    rm = index // 4 % 4 * 2 + index % 2
+    if once:
+        if units > 0:  # a branch, before which all is read: else the compiler reads some of x late
+            total = _step(total, v, read, each, odd, count, scales, lines, form, half, narrow, fast)
+    else:
+        for start in tl.range(0, units, span * count):
+            here = start + ahead * (span * count) + unit
+            v = v + _lanes(pairs, here, row < rows, column, k)
+            read = read + _codes(at, beside, words, here, units, each, spread, n, own, count, groups, parts, lines, form, fast)
+            total = _step(total, v, read, each, odd, count, scales, lines, form, half, narrow, fast)
+            v = v[4:]
+            read = read[size:]
+    rm = tl.arange(0, tall)[:, None]
     for g in tl.static_range(groups):
-        rn = first + 16 * g + index // 16 + index % 4 // 2 * 8
-        y, z = tl.sum(total[g * parts], 0), tl.sum(total[g * parts + parts - 1], 0)
+        rn = first + 16 * g + tl.arange(0, 16)
+        y, z = _rows(total[g * parts], tall), _rows(total[g * parts + parts - 1], tall)
         y = _finish(y, z, gains, bias, tl.minimum(rn, n - 1), n, out.dtype.element_ty, gate)
-        tl.store(out + rm.to(tl.int64) * n + rn, y.to(out.dtype.element_ty), mask=(rn < n) & (rm < rows))
+        tl.store(out + rm.to(tl.int64) * n + rn[None, :], y.to(out.dtype.element_ty), mask=(rn < n)[None, :] & (rm < rows))
+
+
+@triton.jit
+def _rows(total, tall: tl.constexpr):
+    """The sums [warps, 128] of `_multiplied` over warps and units: [tall, 16 rows of the matrix]."""
+    found = tl.permute(tl.reshape(tl.sum(total, 0), (8, 4, 2, 2)), (1, 3, 2, 0))
+    return tl.sum(tl.reshape(found, (8 // tall, tall, 16)), 0)
 
 
 @triton.jit

@@ -105,22 +105,35 @@ def launch(cut: Tile, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWei
     return out
 
 
+def fragment(rows: int, weight: CodedWeight, gated: bool) -> tuple[int, int, int, int, int | None]:
+    """The cut of `launch_fragments` for up to 8 rows: rows of x in an operand, groups of 16 rows of the matrix, warps,
+    steps read ahead, and the registers of a thread (None: as many as it takes)."""
+    most = 128 if weight.scales == 1 else None
+    if gated:
+        return (2, 1, 4, 1, most and 168) if rows <= 2 else (8, 2, 4, 1, None)
+    if weight.k > 8192:
+        return (4, 1, 8, 2, most) if rows <= 4 else (8, 2, 16, 1, most)
+    if rows == 1:  # one step: all codes are read before the wait for x
+        return 1, 1, min(8, gpu.covering(max(2, -(-weight.padded // 1024)))), 1, most if weight.n > 4096 else None
+    if rows == 2:
+        return 2, 1, 4, 1, most
+    return (8, 1, 4, 4, None) if weight.n > 4096 else (8, 1, 8, 2, most)
+
+
 def launch_fragments(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
-                     gate: str | None = None, cut: tuple[int, int, int] | None = None) -> torch.Tensor:
+                     gate: str | None = None, cut: tuple[int, int, int, int, int | None] | None = None) -> torch.Tensor:
     """The product of at most 8 rows with a matrix of 4-bit integers by tensor cores fed from registers: `fragmented` says of
-    which. cut: groups of 16 rows of the matrix, units of columns and steps read ahead of a program."""
+    which. cut: as of `fragment`."""
     from penstock.ops import coded_kernels as kernels
 
     rows, n, linked = x.shape[0], weight.n if gate is None else weight.n // 2, gpu.linked(x.device)
-    if cut is None:
-        cut = (2, 4, 1) if gate is not None else (1, 16, 1) if weight.k > 8192 else (1, 4, 4) if n > 4096 else (1, 8, 4)
-    groups, span, ahead = cut
+    tall, groups, span, ahead, most = cut or fragment(rows, weight, gate is not None)
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     kernels.fragments[(-(-n // (16 * groups)),)](
         x, weight.data.view(torch.int32), weight.words, weight.gains, bias, out, rows, n, weight.k, weight.padded,
-        weight.spread, x.stride(0) // 8, groups=groups, span=span, ahead=ahead, scales=weight.scales, form=weight.form,
-        half=weight.half, gate=gate, linked=linked, fast=x.device.type != "cpu", num_warps=span, num_stages=1,
-        launch_pdl=linked)
+        weight.spread, x.stride(0) // 8, tall=tall, groups=groups, span=span, ahead=ahead,
+        once=weight.padded // 128 <= span * 8 // tall, scales=weight.scales, form=weight.form, half=weight.half,
+        gate=gate, linked=linked, fast=x.device.type != "cpu", num_warps=span, num_stages=1, maxnreg=most, launch_pdl=linked)
     return out
 
 
@@ -142,6 +155,8 @@ def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
     paired = (rounding or v.dtype is FP8) and x.device.type != "cpu"
     deepest = (8, 1024, 2, 4, 2) if paired else (4, 2048, 4, 4, 2)
     wide, deep, warps, stages, ahead = deepest if k > 8192 else (4 if gate is not None else 8, 512, 2, 6, 4)
+    if paired and rounding and 4096 <= k <= 8192:
+        deep, warps = 1024, 4
     deep = min(deep, gpu.covering(k))
     paired = paired and deep >= 256 * warps  # a thread has eight columns of a row
     kernels.matvec[(-(-n // wide),)](

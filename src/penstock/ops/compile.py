@@ -1,8 +1,7 @@
 """Compiles Triton kernels ahead of their first launch, in parallel processes, into the cache on disk.
 
-A dry run of the launches on meta tensors (`recording`) finds out which kernels are needed; a later launch on the GPU then finds
-its kernel in the cache. `Compilation` runs the compiler processes (ops/compile_worker.py) while the dry run goes on and weights
-load. `count` tells whether the JIT compiled anything else."""
+A dry run on meta tensors (`recording`) finds the needed kernels; later launches find them in the cache. `Compilation` runs the
+compiler processes (ops/compile_worker.py) meanwhile, and while weights load. `count` tells whether the JIT compiled more."""
 
 import hashlib
 import importlib.util
@@ -22,10 +21,8 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.ops import gpu
-from penstock.ops.gpu import Chip
 from penstock.ops.registry import Kernels
-from penstock.platform.folders import cache_folder
-from penstock.platform.kept import Kept
+from penstock.platform.kept import Kept, cache_folder
 
 _PROCESSES = 16
 """The most compiler processes; a model has a few dozen kernels."""
@@ -103,7 +100,7 @@ def watch() -> bool:
 
 
 @contextmanager
-def recording(chip: Chip, found: Callable[[Job], object] = id) -> Iterator[dict[str, Job]]:
+def recording(chip: gpu.Chip, found: Callable[[Job], object] = id) -> Iterator[dict[str, Job]]:
     """Dry run: launches in this context reach no device. The kernels that they need on `chip` are entered in the dict, and
     `found` is called with each at once (`id` does nothing with it).
 
@@ -187,8 +184,7 @@ def kept_folder() -> Path:
 
 
 class Compilation:
-    """Jobs being compiled in other processes. Kernels that are in the cache already are skipped. Call `add` for further jobs,
-    then `finish`."""
+    """Jobs being compiled in other processes. Kernels in the cache are skipped. Call `add` for further jobs, then `finish`."""
 
     def __init__(self, jobs: Iterable[Job], capability: tuple[int, int]) -> None:
         self._capability = capability

@@ -14,7 +14,6 @@ from penstock.core.errors import ConfigError
 from penstock.ops import coded_cpu, native
 from penstock.ops.attention import AttentionOps, Span, Tree
 from penstock.ops.codec import Scales, table
-from penstock.ops.coded_cpu import CodedCpu, CodedPanels, CodedPile
 from penstock.ops.experts import ExpertsOps, Glu, Loose, Stack
 from penstock.ops.linear import Weight
 from penstock.ops.lora import MOST_PIECES, Groups, LoraOps, Slabs
@@ -132,9 +131,9 @@ class CpuExperts(_Owned, ExpertsOps):
         return Stack(data, count, n, k, matrices.dtype, self)
 
     def pack_each(self, each: Sequence[Weight], dtype: torch.dtype) -> Stack:
-        mine = [one for one in each if isinstance(one, CodedPanels) and one.order is None
-                and isinstance(one.ops, CodedCpu) and one.ops.owner is self._owner]
-        return CodedPile(mine, dtype, self) if len(mine) == len(each) else super().pack_each(each, dtype)
+        mine = [one for one in each if isinstance(one, coded_cpu.CodedPanels) and one.order is None
+                and isinstance(one.ops, coded_cpu.CodedCpu) and one.ops.owner is self._owner]
+        return coded_cpu.CodedPile(mine, dtype, self) if len(mine) == len(each) else super().pack_each(each, dtype)
 
     def product(self, x: torch.Tensor, stack: Stack, expert: int, bias: torch.Tensor | None) -> torch.Tensor:
         if isinstance(stack, Loose):
@@ -142,13 +141,12 @@ class CpuExperts(_Owned, ExpertsOps):
         return self._owner.linear.apply(x, PackedWeight(stack.data[expert], stack.n, stack.k, stack.dtype), bias)
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-              inward: bool = False) -> torch.Tensor:
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
         kinds = {type(up), type(down)}
-        if kinds not in ({Stack}, {CodedPile}):
+        if kinds not in ({Stack}, {coded_cpu.CodedPile}):
             return super().apply(x, picks, weights, up, down, glu, up_bias, down_bias, inward)
         assert x.dtype is up.dtype and x.stride(1) == 1 and picks.is_contiguous() and weights.is_contiguous()
-        out, how = torch.empty(x.shape, dtype=x.dtype), {"inner": down.k, "form": _CODED if CodedPile in kinds else 0}
+        out, how = torch.empty(x.shape, dtype=x.dtype), {"inner": down.k, "form": _CODED if coded_cpu.CodedPile in kinds else 0}
         self.run(self.told(x, picks, weights, out, up.data, down.data, glu, up_bias, down_bias, inward, **how))
         return out
 
@@ -194,13 +192,21 @@ class CpuAttention(_Owned, AttentionOps):
         self._owner.lib.penstock_attention(self._owner.ATTENTION.pack(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
             context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
-            context.shape[0], heads, shape[1], size, value_size, shape[2], window, 0 if sinks is None else sinks.data_ptr(),
-            0 if slopes is None else slopes.data_ptr(),
+            query_start.shape[0] - 1, heads, shape[1], size, value_size, shape[2], window,
+            0 if sinks is None else sinks.data_ptr(), 0 if slopes is None else slopes.data_ptr(),
             *((0, 0) if tree is None else (tree.origin.data_ptr(), tree.bits.data_ptr())), *_codings(scales)),
             scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype] if scales is None else 3)
         return out
 
 
+    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, window: int = 0,
+              slopes: torch.Tensor | None = None) -> torch.Tensor:
+        # Pages of one token each, and no table of them.
+        return self.apply(q, k[:, :, None], v[:, :, None], _NONE, query_start, _NONE, scale, window, slopes=slopes)
+
+
+_NONE = torch.empty(0, 0, dtype=torch.int32)
+"""Its address is null."""
 _PLAIN = (0,) * 14 * 2
 _ELEMENTS = {"float8_e4m3fn": 0, "float8_e5m2": 1, "int8": 2, "uint8": 3}
 _RULES = {"fixed": 0, "peak": 1, "signed": 2, "range": 3, "norm": 4}

@@ -30,13 +30,23 @@ class DeltaShape(NamedTuple):
         return self.heads // self.key_heads
 
     @property
+    def channels(self) -> int:
+        """Inputs of a key head that the convolution sees: its query, key and values."""
+        return 2 * self.key_size + self.shared * self.value_size
+
+    @property
     def unit(self) -> int:
-        """Inputs of a key head: its query and key, then its values and their gates."""
-        return 2 * self.key_size + 2 * self.shared * self.value_size
+        """Inputs of a key head: those, then its values' gates."""
+        return self.channels + self.shared * self.value_size
+
+    @property
+    def kept(self) -> int:
+        """Inputs of a key head that a page keeps: `channels`, and those of its values' step sizes and decays."""
+        return self.channels + 2 * self.shared
 
 
 class DeltaWeights(NamedTuple):
-    """conv [heads, 2 key_size + value_size, kernel], decay and step [heads] float32, norm [value_size]."""
+    """conv [key_heads, channels, kernel], decay and step [heads] float32, norm [value_size]."""
 
     conv: torch.Tensor
     decay: torch.Tensor
@@ -48,13 +58,11 @@ class DeltaState(NamedTuple):
     """Of each page of `page` positions: the state after `at` positions, and what the up to `most` positions behind them add. So
     the page can be continued at each of these positions, and drafts that were written may be rejected.
 
-    state [pages, heads, key_size, value_size] float32; inputs [pages, heads, kernel - 1 + most, 2 key_size + value_size]: the
-    convolution's query, key and value from kernel - 1 positions before `at` on; gates [pages, heads, most, 2] float32: decay (a
-    logarithm) and step size; at [pages, heads] int32, equal for all heads: each is written where its head is computed."""
+    state [pages, heads, key_size, value_size] float32; inputs [pages, key_heads, kernel - 1 + most, kept]: from kernel - 1
+    positions before `at` on; at [pages, key_heads] int32, equal for all heads: each is written where its head's inputs are."""
 
     state: torch.Tensor
     inputs: torch.Tensor
-    gates: torch.Tensor
     at: torch.Tensor
     page: int
 
@@ -73,14 +81,9 @@ def delta_rule(x: torch.Tensor, shape: DeltaShape, weights: DeltaWeights, state:
     table [S, columns] int32, query_start [S + 1], context [S] int32: as `layers/step.py::Step`. A segment begins with the page
     of the position before it, or with zeros. Of a segment of at most 1 + most tokens, all of its pages get the state behind its
     first token and the inputs of the others; of a longer one, its last page gets the state at its end."""
-    hk, dk, dv, shared, most = shape.key_heads, shape.key_size, shape.value_size, shape.shared, state.gates.shape[2]
-    both = x[:, :hk * shape.unit].reshape(-1, hk, shape.unit)
-    q, k = (part.repeat_interleave(shared, 1) for part in both[..., :2 * dk].split(dk, 2))
-    v, z = (part.reshape(-1, shape.heads, dv) for part in both[..., 2 * dk:].split(shared * dv, 2))
-    # In float64: the last bit of PyTorch's exponentials in float32 depends on how many there are.
-    b, a = (part.flatten(1) for part in x[:, hk * shape.unit:].reshape(-1, hk, 2 * shared).double().split(shared, 2))
-    mixed = torch.cat((q, k, v), 2)
-    gates = torch.stack((weights.decay.exp() * F.logsigmoid(-a - weights.step), torch.sigmoid(b)), 2).float()
+    (hk, _, dk, dv, kernel, _), shared, most = shape, shape.shared, state.inputs.shape[2] - shape.kernel + 1
+    mixed, z = x[:, :hk * shape.unit].reshape(-1, hk, shape.unit).split((shape.channels, shared * dv), 2)
+    given = torch.cat((mixed, x[:, hk * shape.unit:].reshape(-1, hk, 2 * shared)), 2)
     out = torch.zeros(len(x), shape.heads, dv, device=x.device)
     starts, pages = query_start.tolist(), table.tolist()
     alike = defaultdict[tuple[int, bool, int, int], list[tuple[int, int, list[int]]]](list)
@@ -99,14 +102,20 @@ def delta_rule(x: torch.Tensor, shape: DeltaShape, weights: DeltaWeights, state:
     for (count, fresh, replayed, _), segments in alike.items():
         sources = torch.tensor([source for _, source, _ in segments], device=x.device)
         own = torch.tensor([range(starts[segment], starts[segment] + count) for segment, *_ in segments], device=x.device)
-        before, then = state.inputs[sources, :, :shape.kernel - 1 + replayed], state.state[sources]
+        before, then = state.inputs[sources, :, :kernel - 1 + replayed], state.state[sources]
         if fresh:
             before, then = torch.zeros_like(before), torch.zeros_like(then)
-        inputs, ran = torch.cat((before, mixed[own].transpose(1, 2)), 2), replayed + count
-        updates = torch.cat((state.gates[sources, :, :replayed], gates[own].transpose(1, 2)), 2)
-        seen = (inputs[:, :, tap:tap + ran].float() * weights.conv[:, None, :, tap].float() for tap in range(shape.kernel))
-        q, k, v = F.silu(sum(seen, inputs.new_zeros(()))).split((dk, dk, dv), 3)
+        inputs, ran = torch.cat((before, given[own].transpose(1, 2)), 2), replayed + count
+        # In float64: the last bit of PyTorch's exponentials in float32 depends on how many there are.
+        b, a = inputs[:, :, kernel - 1:, shape.channels:].double().transpose(2, 3).split(shared, 2)
+        grown = weights.decay.exp()[:, None] * F.logsigmoid(-a.flatten(1, 2) - weights.step[:, None])
+        updates = torch.stack((grown, torch.sigmoid(b).flatten(1, 2)), 3).float()
+        seen = (inputs[:, :, tap:tap + ran, :shape.channels].float() * weights.conv[:, None, :, tap].float()
+                for tap in range(kernel))
+        q, k, v = F.silu(sum(seen, inputs.new_zeros(()))).split((dk, dk, shared * dv), 3)
         q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
+        q, k = (part.repeat_interleave(shared, 1) for part in (q, k))
+        v = v.unflatten(3, (shared, dv)).transpose(2, 3).flatten(1, 2)
         kept = replayed + (1 if count <= 1 + most else count)
         parts = q * dk ** -0.5, k, v, updates
         results, then = _advance([part[:, :, :kept] for part in parts], then)
@@ -115,11 +124,10 @@ def delta_rule(x: torch.Tensor, shape: DeltaShape, weights: DeltaWeights, state:
         for line, (segment, _, targets) in enumerate(segments):
             at = torch.tensor(targets, device=x.device)
             state.state[at] = then[line]
-            state.inputs[at, :, :ran - kept + shape.kernel - 1] = inputs[line, :, kept:]
-            state.gates[at, :, :ran - kept] = updates[line, :, kept:]
+            state.inputs[at, :, :ran - kept + kernel - 1] = inputs[line, :, kept:]
             state.at[at] = int(context[segment]) - ran + kept
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + shape.eps) * weights.norm.float()
-    return (out * F.silu(z.float())).to(x.dtype).flatten(1)
+    return (out.flatten(1) * F.silu(z.float().flatten(1))).to(x.dtype)
 
 
 def _advance(parts: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

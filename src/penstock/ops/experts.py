@@ -2,8 +2,6 @@
 
 The matrices of all experts of a layer are one `Stack`, packed once after loading by the implementation that will read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -46,7 +44,7 @@ class Stack(Weight):
     coded: CodedWeight | None = None
     """The parts of quantized matrices, one behind the other as its rows, where GPU kernels decode them."""
 
-    def __init__(self, data: torch.Tensor, count: int, n: int, k: int, dtype: torch.dtype, grouped: ExpertsOps) -> None:
+    def __init__(self, data: torch.Tensor, count: int, n: int, k: int, dtype: torch.dtype, grouped: "ExpertsOps") -> None:
         super().__init__(data, n, k, dtype)
         self.count = count
         self.grouped = grouped
@@ -61,7 +59,7 @@ class Loose(Stack):
 
     __slots__ = ("each",)
 
-    def __init__(self, each: Sequence[Weight], dtype: torch.dtype, grouped: ExpertsOps) -> None:
+    def __init__(self, each: Sequence[Weight], dtype: torch.dtype, grouped: "ExpertsOps") -> None:
         super().__init__(torch.empty(0), len(each), each[0].n, each[0].k, dtype, grouped)
         self.each = each
         self.nbytes = sum(one.nbytes for one in each)
@@ -102,8 +100,7 @@ class ExpertsOps:
         return self.pack(scheme.decode(parts, dtype).view(count, *shape))
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-              inward: bool = False) -> torch.Tensor:
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
         """The sum over a token's picks e of weight * (down_e glu(up_e x + up_bias_e) + down_bias_e), [T, W] in x's dtype.
 
         x [T, W]; picks [T, K] int32, where -1 is no expert; weights [T, K] float32; up: stack of [2 F, W], gates first;

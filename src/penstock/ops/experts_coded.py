@@ -2,8 +2,6 @@
 
 `ops/experts_triton.py` decides on the tiles. The kernel is in ops/experts_coded_kernels.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -77,8 +75,8 @@ def pack(scheme: Any, parts: Mapping[str, torch.Tensor], count: int, shape: tupl
     return HostedStack(host, slots, each[0].data.device, grouped, joined(each))
 
 
-def product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor,
-            scales: torch.Tensor, found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
+def product(tile: "Tile", x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor,
+            scales: torch.Tensor, found: "Sorted | None", out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
     """Launches one grouped GEMM: gated with a `glu`, weighted without. x: the tokens, or results by pick or place."""
     from penstock.ops import experts_coded_kernels as kernels  # Triton: heavy, and not everywhere
 

@@ -4,8 +4,6 @@ In each layer of a short step a kernel divides them by `Costs` (`ops/experts_ker
 CPU's experts to pinned memory. The CPU's kernel reads the matrices where they are; it is a host function on a stream of its
 own, so that a CUDA graph can hold it. `join` adds its results in float32. Python decides nothing between two kernels."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import statistics

@@ -1,11 +1,8 @@
 """Experts in host memory: all matrices of a layer are pinned there, some have a slot on the device as well.
 
-A kernel copies the picked experts that have no slot over PCIe into a stage that all layers share, so that nothing is decided on
-the host and a CUDA graph can hold it; `where` says from which place the grouped GEMMs read an expert. In short steps the CPU
-computes some of them instead (ops/experts_helped.py). Between steps, experts that were picked more often get the slots of
-others (`Residency.promote`)."""
-
-from __future__ import annotations
+A kernel copies the picked experts that have no slot over PCIe into a stage that all layers share, so nothing is decided on the
+host and a CUDA graph can hold it; `where` says where the grouped GEMMs read an expert. In short steps the CPU computes some of
+them instead (ops/experts_helped.py). Between steps, experts picked more often get others' slots (`Residency.promote`)."""
 
 from collections.abc import Callable
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.activation_kernel import activate
-from penstock.ops.linear_kernels import _dot, _place
+from penstock.ops.linear_kernels import _added, _dot, _operand, _place, _step, _with
 from penstock.ops.linked_kernel import follow
 
 
@@ -38,14 +38,15 @@ def _begin(where, expert, size):
 
 
 @triton.jit
-def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.constexpr, wide: tl.constexpr,
+def picked(x, weight, where, gains, fixed, bias, out, picks, scales, n, k, stride, count: tl.constexpr, wide: tl.constexpr,
            deep: tl.constexpr, stages: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr, gated: tl.constexpr,
            kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr,
-           linked: tl.constexpr):
+           linked: tl.constexpr, most: tl.constexpr, whole: tl.constexpr, paired: tl.constexpr):
     """GEMV for each pick, without tensor cores. Grid: (blocks of `wide` outputs, picks).
 
     Gated: x is the tokens' [T, k], out [T * K, n] by pick. Else x is [T * K, k] by pick, and out is x's product times scales.
-    The first `ahead` blocks of the weight are loaded before the wait for the kernel that writes x; the picks are older."""
+    The first `ahead` blocks of the weight are loaded before the wait for the kernel that writes x; the picks are older. The
+    scales of FP8 codes are as in ops/linear_kernels.py::matvec; gated, x is one token's codes, or is not scaled."""
     pick = tl.program_id(1)
     follow(linked and gated)
     expert = tl.load(picks + pick)
@@ -66,10 +67,12 @@ def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.c
     row = (pick // count if gated else pick).to(tl.int64)
     scale = tl.load(scales + pick)
     v = x + row * stride + columns
+    dtype: tl.constexpr = weight.dtype.element_ty
+    step = _step(x + row * stride, fixed, k, most, whole)
     total = tl.zeros((wide, deep), tl.float32)
     other = tl.zeros((wide, deep), tl.float32)
     for i in tl.static_range(ahead):
-        total += first[i].to(tl.float32) * tl.load(v + i * deep).to(tl.float32)[None, :]
+        total = _added(total, first[i], _operand(tl.load(v + i * deep), step, most, dtype, paired)[None, :], paired)
     for start in tl.range(ahead * deep, k, deep, num_stages=stages):
         if even:
             a = tl.load(v + start)
@@ -84,16 +87,14 @@ def picked(x, weight, where, bias, out, picks, scales, n, k, stride, count: tl.c
                 u = tl.load(beside + start, mask=mask[None, :], other=0.0)
         if inward and gated:
             a = (a.to(tl.float32) * scale).to(x.dtype.element_ty)
-        total += w.to(tl.float32) * a.to(tl.float32)[None, :]
+        a = _operand(a, step, most, dtype, paired)[None, :]
+        total = _added(total, w, a, paired)
         if gated:
-            other += u.to(tl.float32) * a.to(tl.float32)[None, :]
-    y = tl.sum(total, 1)
-    if bias is not None:
-        y += tl.load(bias + base + kept).to(tl.float32)
+            other = _added(other, u, a, paired)
+    step *= 16.0 if paired else 1.0
+    y = _with(tl.sum(total, 1) * step, gains, bias, base + kept)
     if gated:
-        z = tl.sum(other, 1)
-        if bias is not None:
-            z += tl.load(bias + base + n + kept).to(tl.float32)
+        z = _with(tl.sum(other, 1) * step, gains, bias, base + n + kept)
         y = _gate(y, z, out.dtype.element_ty, kind, alpha, limit, shift)
     elif not inward:
         y = y * scale

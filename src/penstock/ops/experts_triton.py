@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.ops import experts_coded, gpu
-from penstock.ops.coded_forms import FP8, NAMES
+from penstock.ops.coded_forms import FP8, MOST, NAMES
 from penstock.ops.coded_triton import quantized
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_hosted import HostedStack
@@ -76,10 +76,11 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
     alone = all(one.kind in ("int4", "e2m1", "plain") for one in coded) and not invariant
     if alone and tokens <= (_ONE_BY_ONE if four else 1):
         one = Tile(1, 32, 256, stages=3) if four else Tile(1, 8, 128, warps=1, stages=6)
-        return Plan(one, one, False)
+        return Plan(Tile(1, 4, 512, warps=2, ahead=1) if _by_rows(up) else one,
+                    Tile(1, 8, 256, warps=1, stages=3, ahead=3) if _by_rows(down) else one, False)
     if total <= _FEW:
         return Plan(tile(16, 64), tile(16, 64), False)
-    boxed = boxes and not invariant and _boxed(up) and _boxed(down)
+    boxed = boxes and not invariant and _by_rows(up) and _by_rows(down)
     for most, tall in ((12, 16), (26, 32), (64, 64), (200, 128)) if boxed else ((4, 16), (20, 32), (80, 64)):
         if each <= most:
             short = _SHORT._replace(tall=tall, deep=128) if boxed and tall >= 64 else tile(tall, 64)
@@ -91,8 +92,8 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
     return Plan(tile(128, 64 if lean else 128, warps=8), tile(128, 128, warps=8), True)
 
 
-def _boxed(stack: Stack) -> bool:
-    """Whether a stack is of FP8 codes that TMA can read, of which rows alone have scales, as those of x have."""
+def _by_rows(stack: Stack) -> bool:
+    """Whether a stack is of FP8 codes, of which rows alone have scales, as those of x have: TMA can read them, and `picked`."""
     coded = stack.coded
     return coded is not None and (coded.data.dtype, coded.kind, coded.form, coded.scaled, coded.padded) == (
         FP8, "plain", "row", "token", stack.k)
@@ -132,7 +133,8 @@ def _sort(picks: torch.Tensor, experts: int, tall: int) -> Sorted:
 def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor, scales: torch.Tensor,
              found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
     """Launches one grouped GEMM: gated with a `glu`, weighted without."""
-    if stack.coded is not None and not tile.boxed:
+    coded = stack.coded
+    if coded is not None and not tile.boxed and (not tile.ahead or (inward and glu is not None)):
         experts_coded.product(tile, x, stack, bias, picks, scales, found, out, glu, inward)
         return
     from penstock.ops import experts_kernels as kernels
@@ -151,8 +153,8 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         parts, xs, gains = 2 if gated else 1, None, None
-        if stack.coded is not None:
-            (x, xs), gains = quantized(x, stack.coded), stack.coded.gains
+        if coded is not None:
+            (x, xs), gains = quantized(x, coded), coded.gains
         box = TensorDescriptor.from_tensor(stack.data.view(experts * parts, n, k), [parts, tile.wide, tile.deep])
         rows = x if gated else TensorDescriptor.from_tensor(x, [tile.tall, tile.deep])
         programs = min(len(found.tile_expert) * columns, gpu.multiprocessors(x.device) * 8 // tile.warps)
@@ -166,8 +168,12 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
                "num_stages": max(1, min(tile.stages, gpu.shared_bytes(x.device) // block))}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep) if not gated else 0
-        kernels.picked[(columns, total)](x, stack.data, where, bias, out, picks, scales, n, k, x.stride(0), ahead=ahead,
-                                         stages=shared["num_stages"], **shared)
+        gains, fixed, most = (None, None, 0.0) if coded is None else (coded.gains, coded.input_scale, MOST[FP8])
+        if coded is not None and gated:
+            (x, fixed), most = quantized(x, coded), 0.0
+        kernels.picked[(columns, total)](x, stack.data, where, gains, fixed, bias, out, picks, scales, n, k, x.stride(0),
+                                         ahead=ahead, stages=shared["num_stages"], most=most, whole=gpu.covering(k),
+                                         paired=coded is not None and x.device.type != "cpu", **shared)
         return
     kernels.grouped[(columns, experts if found is None else len(found.tile_expert))](
         x, stack.data, where, bias, out, picks, *(found or (picks,) * 4), scales, total, n, k, x.stride(0),
@@ -217,8 +223,7 @@ class TritonExperts(ExpertsOps):
         return experts_coded.pack(scheme, parts, count, shape, dtype, self, slots, device)
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-              inward: bool = False) -> torch.Tensor:
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
                  and up.k % 8 == 0 and down.k % 8 == 0 and not isinstance(up, HostedStack))
         if up.coded is not None or down.coded is not None:

@@ -51,8 +51,7 @@ def numbers(name: str, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def scales(name: str, heads: torch.Tensor, small: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(scales, shifts) [n, groups], float32: numbers are (code - middle) * scale + shift; codes of q8_0 are signed.
-    Groups are of 32 columns, of q6_k of 16."""
+    """float32 (scales, shifts) [n, groups of 32, q6_k 16]: number = (code - middle) * scale + shift; q8_0's are signed."""
     wide = heads.float()
     if small is None:
         return wide[..., 0], wide[..., 1] if name == "q4_1" else None

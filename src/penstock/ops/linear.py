@@ -95,8 +95,7 @@ class LinearOps:
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """GEMM: x [T, K] times the transposed weight, plus bias [N]. x has the weight's dtype and a contiguous last dimension.
 
-        Returns [T, N] in `out_dtype`, by default x's. Accumulates in float32. An implementation that is registered as
-        batch_invariant sums in an order that does not depend on T."""
+        Returns [T, N] in `out_dtype`, by default x's, summed in float32: if batch_invariant, in an order independent of T."""
         out: torch.Tensor = F.linear(x, weight.data, bias)
         return out if out_dtype is None else out.to(out_dtype)
 
@@ -112,15 +111,17 @@ class LinearOps:
 
 
 class Joined(Weight):
-    """Matrices [N1, K], [N2, K], ... as one [N1 + N2 + ..., K]: read together, as q, k and v, but stored in several ways."""
+    """Matrices [N1, K], [N2, K], ... as one [N1 + N2 + ..., K]: read together, as q, k and v, but stored in several ways. A
+    factor [K] multiplies their columns."""
 
-    __slots__ = ("members",)
+    __slots__ = ("factor", "members")
 
-    def __init__(self, members: Sequence[Weight], gated: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+    def __init__(self, members: Sequence[Weight], gated: Callable[[torch.Tensor, str], torch.Tensor],
+                 factor: torch.Tensor | None = None) -> None:
         first = members[0]
         super().__init__(first.data, sum(member.n for member in members), first.k, first.dtype)
-        self.members = tuple(members)
-        self.nbytes = sum(member.nbytes for member in members)
+        self.members, self.factor = tuple(members), factor
+        self.nbytes = sum(member.nbytes for member in members) + (0 if factor is None else factor.nbytes)
         self.ops = JoinedOps(gated)
 
 
@@ -133,6 +134,7 @@ class JoinedOps:
     def apply(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None,
               out_dtype: torch.dtype | None = None) -> torch.Tensor:
         found, at = [], 0
+        x = x if weight.factor is None else x * weight.factor
         for member in weight.members:
             found.append(member.ops.apply(x, member, None if bias is None else bias[at:at + member.n], out_dtype))
             at += member.n
@@ -142,4 +144,5 @@ class JoinedOps:
         return self._gated(self.apply(x, weight, bias), kind)
 
     def gather(self, ids: torch.Tensor, weight: Any) -> torch.Tensor:
-        return torch.cat([member.ops.gather(ids, member) for member in weight.members], -1)
+        found = torch.cat([member.ops.gather(ids, member) for member in weight.members], -1)
+        return found if weight.factor is None else found * weight.factor

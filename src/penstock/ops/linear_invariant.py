@@ -1,12 +1,9 @@
 """Batch-invariant GEMMs on NVIDIA GPUs: the bits of a row's result depend on that row alone, not on number or place.
 
-Every tile uses the same tensor core instruction (on Hopper wgmma, whose first operand has a multiple of 64 rows: with few rows
-of x that is the weight), in steps of 16 along K, in order, into one float32 accumulator. Tile size and operand order change
-which outputs are computed together, not the order of summation, so the tile may depend on the number of rows. Split-K depends
-on the matrix alone (few columns): every tile then sums each part separately and adds the parts in order, whether one program
-computes them or several. Tests on the GPU compare the bits over all tiles and sizes."""
-
-from __future__ import annotations
+Every tile uses the same tensor core instruction (on Hopper wgmma, whose first operand has rows by 64: of few rows of x it is
+the weight), in order, by 16 along K, into a float32 accumulator. Tile size and operand order do not change the order of
+summation, so the tile may depend on the number of rows. Split-K depends on the matrix alone (few columns): every tile sums each
+part separately and adds them in order, by one program or several. Tests on GPUs compare bits over all tiles and sizes."""
 
 import torch
 

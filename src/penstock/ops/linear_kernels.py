@@ -62,6 +62,19 @@ def _operand(v, scale, most: tl.constexpr, dtype: tl.constexpr, paired: tl.const
 
 
 @triton.jit
+def _step(x, fixed, k, most: tl.constexpr, whole: tl.constexpr):
+    """The scale of the codes of a row x [k]: `fixed`, or with `most` by its largest magnitude, else 1. `whole` >= k."""
+    scale = 1.0
+    if fixed is not None:
+        scale = tl.load(fixed)
+    elif most > 0:
+        every = tl.arange(0, whole)
+        scale = tl.max(tl.abs(tl.load(x + every, mask=every < k, other=0.0).to(tl.float32)), 0) / most
+        scale = tl.where(scale > 0, scale, 1.0)
+    return scale
+
+
+@triton.jit
 def _added(total, w, v, paired: tl.constexpr):
     """total + w * v. `paired`: of FP8 codes w and sixteenths of such v, products are exact in float16. Of eight in a row, two
     sums of four are rounded to float16 and added in float32 in the first one's place: 12 instructions instead of 20."""
@@ -115,13 +128,7 @@ def matvec(x, weight, gains, fixed, bias, out, n, k, wide: tl.constexpr, deep: t
             second = second + (tl.load(beside + i * deep),)  # noqa: RUF005
     await_previous(linked)
     dtype: tl.constexpr = weight.dtype.element_ty
-    scale = 1.0
-    if fixed is not None:
-        scale = tl.load(fixed)
-    elif most > 0:
-        every = tl.arange(0, whole)
-        scale = tl.max(tl.abs(tl.load(x + every, mask=every < k, other=0.0).to(tl.float32)), 0) / most
-        scale = tl.where(scale > 0, scale, 1.0)
+    scale = _step(x, fixed, k, most, whole)
     total = tl.zeros((wide, deep), tl.float32)
     other = tl.zeros((wide, deep), tl.float32)
     for i in tl.static_range(ahead):

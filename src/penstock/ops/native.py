@@ -1,7 +1,6 @@
 """Compiles C++ into shared libraries on first use, and caches them; loads the kernels of ops/csrc, by instruction set.
 
-Owns the compiler command, the cache of built libraries and the prototypes of the kernels' C ABI. ops/cpu.py calls the kernels.
-"""
+Owns the compiler command, the cache of built libraries and prototypes of the kernels' C ABI. ops/cpu.py calls the kernels."""
 
 import ctypes
 import fcntl
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from penstock.platform.folders import cache_folder
+from penstock.platform.kept import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +127,8 @@ def compiled(name: str, sources: Path, extra: tuple[str, ...] = ()) -> Path:
         return target
     with _locked(folder):
         if not target.exists():
-            log.info("compiling %s (once; kept in %s)", name, folder)
+            # A warning, because processes that set up no log show nothing below, and this may take a minute.
+            log.warning("compiling %s, which takes up to a minute (once; kept in %s)", name, folder)
             _compile(compiler, options, files, target)
     return target
 

@@ -44,9 +44,8 @@ def keys(seed_keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def exponential(key: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard exponential variates, float32, for keys [S, 1] and token ids [S or 1, V] (both int32).
 
-    argmin(E / p) then draws from p (the exponential race, equal to Gumbel-max; Maddison et al. 2014). The uniform number under
-    the logarithm is an odd multiple of 2^-24, so that neither end of the interval can occur: at 0 a token could not win, and at
-    1 it would win whatever its probability."""
+    argmin(E / p) then draws from p (the exponential race, equal to Gumbel-max; Maddison et al. 2014). The uniform number is an
+    odd multiple of 2^-24, so that neither end occurs: at 0 a token could not win, at 1 it would in any case."""
     bits = _mix(_mix(ids * signed(STEP) + key) ^ key)
     between = (((bits >> 9) & 0x7FFFFF) | 0x3F800000).view(torch.float32)  # 1 + k 2^-23, of 23 random bits k
     return between.sub_(1 - 2.0**-24).log_().neg_()

@@ -12,8 +12,7 @@ class Pinned:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        torch.cuda.check_error(code)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         # Unregister even without a call of `release`, or the next owner of the address could not pin it.
         self.release = weakref.finalize(self, lambda address: torch.cuda.check_error(
             torch.cuda.cudart().cudaHostUnregister(address)), memory.data_ptr())

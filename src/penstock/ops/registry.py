@@ -15,8 +15,7 @@ from penstock.ops.table import TABLE, Implementation, any_shape
 from penstock.platform.facts import DeviceFacts
 
 if TYPE_CHECKING:
-    from penstock.ops import activation as activations
-    from penstock.ops import codec, delta, latent, norm, rope, routing, step
+    from penstock.ops import activation as activations, codec, delta, latent, norm, rope, routing, step
     from penstock.ops.attention import AttentionOps
     from penstock.ops.experts import ExpertsOps
     from penstock.ops.linear import LinearOps
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("linear", "routing", "experts", "norm", "rope", "codec", "codec_triton", "attention", "attention_triton",
             "activation", "step", "payload", "messages", "sample", "sample_triton", "lora", "lora_triton", "linear_triton",
-            "linear_invariant", "coded_triton", "experts_triton", "latent", "rows_triton", "delta", "cpu")
+            "linear_invariant", "coded_triton", "experts_triton", "latent", "rows_triton", "delta", "delta_triton", "cpu")
 """Modules whose import registers implementations; a new provider is one more name."""
 
 
@@ -112,9 +111,8 @@ class Kernels:
         return ops
 
     def uncapturable(self) -> list[str]:
-        """The operations of every model's forward pass that no CUDA graph can hold. Sampling may run beside a graph; a model of
-        the delta rule says itself that it has none (`layers/delta.py`)."""
-        return [op for op in sorted(self.chosen) if not self.chosen[op].capturable and op not in ("sample", "delta_rule")]
+        """The operations of the forward pass that no CUDA graph can hold. Sampling may run beside one."""
+        return [op for op in sorted(self.chosen) if not self.chosen[op].capturable and op != "sample"]
 
     def table(self) -> list[tuple[str, str]]:
         """(operation, implementation) pairs, for `penstock info` and the log."""

@@ -9,17 +9,15 @@ from penstock.ops.table import register
 @register("rope_write", "reference", rank=0, capturable=False)
 def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor | None,
                k_cache: torch.Tensor, v_cache: torch.Tensor | None, cos: torch.Tensor | None = None,
-               sin: torch.Tensor | None = None,
-               q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
-               offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
+               sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
+               eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
     """Norms and rotates q and k, writes k and v into their cache slots, returns the new q [T, H, D] contiguous.
 
     q [T, H, D], k and v [T, KV, D]: views with contiguous last dimension. positions [T] int32. slots [T] int64: page id x page
-    size + offset, or -1 for padding, of which nothing is written. k_cache, v_cache [pages, KV, page, D], any strides but the
-    last. cos, sin [max positions, R / 2] float32 for the first R dimensions of a head, in two halves (Su et al. 2021, in the
-    GPT-NeoX order), or `interleaved` in pairs of neighbours (GPT-J's order); None leaves positions out. q_norm, k_norm [D]:
-    RMSNorm weights a head, applied before the rotation. k and v are not changed. Without v, values are not written; without
-    slots, token t is written to slot t."""
+    size + offset, -1 for padding, which is not written. k_cache, v_cache [pages, KV, page, D], any strides but the last. cos,
+    sin [max positions, R / 2] float32 for the first R dimensions of a head, in two halves (Su et al. 2021, in the GPT-NeoX
+    order), or `interleaved` (GPT-J's order); None leaves positions out. q_norm, k_norm [D]: RMSNorm weights a head, before
+    rotation. k and v are not changed. Without v, values are not written; without slots, token t is written to slot t."""
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, offset)
     if k_norm is not None:

@@ -47,8 +47,7 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routin
     """(picks [T, K] int32, weights [T, K] float32) for logits [T, E] float32; `correction` [E] float32 if there is one.
 
     To counts [E] int64, if given, the picks of the first `live` [1] tokens (None: of all) are added: the others are padding.
-    Ties are resolved by torch.topk on the device, as transformers does. Other implementations pick the lowest index of equals.
-    """
+    Ties are torch.topk's on the device, as transformers'. Other implementations pick the lowest index of equals."""
     picks, weights = _sparsemixer(logits, routing) if routing.score == "sparsemixer" else _best(logits, correction, routing)
     if counts is not None:
         count(picks, counts, live)

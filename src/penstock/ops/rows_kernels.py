@@ -228,13 +228,19 @@ def route(logits, correction, picks, weights, counts, live, experts: tl.constexp
     slot = tl.arange(0, slots)
     found = tl.zeros((slots,), tl.int32)
     value = tl.full((slots,), float("-inf") if score == "softmax_after" else 0.0, tl.float32)
+    # Numbers are compared as integers in their order, of which a warp finds the greatest in one instruction.
+    bits = (ranked + 0.0).to(tl.int32, bitcast=True)
+    left = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
     for i in tl.static_range(count):
-        most, best = tl.max(ranked, 0, return_indices=True)
+        top = tl.max(left, 0)
+        best = tl.min(tl.where(left == top, expert, block), 0)
         if correction is not None or groups > 1:
             most = tl.sum(tl.where(expert == best, scores, 0.0), 0)
+        else:
+            most = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         found = tl.where(slot == i, best, found)
         value = tl.where(slot == i, most, value)
-        ranked = tl.where(expert == best, float("-inf"), ranked)
+        left = tl.where(expert == best, -0x80000000, left)
     if score == "softmax_after":
         value = tl.exp(value - tl.max(value, 0))
         value = value / tl.sum(value, 0)

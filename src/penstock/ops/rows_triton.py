@@ -125,9 +125,8 @@ which is launched without programmatic dependent launch and so starts only when 
 @register("rope_write", "triton", rank=10, supports=gpu.supports)
 def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor | None,
                k_cache: torch.Tensor, v_cache: torch.Tensor | None, cos: torch.Tensor | None = None,
-               sin: torch.Tensor | None = None,
-               q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 1e-6,
-               offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
+               sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
+               eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
     from penstock.ops.rows_kernels import rope_write as kernel  # Triton: heavy, and not everywhere
 
     tokens, heads, size = q.shape

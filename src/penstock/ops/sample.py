@@ -25,9 +25,8 @@ class SampleOps:
                shift: torch.Tensor | None = None) -> torch.Tensor:
         """The next tokens [S] int32: `elect` of `candidates`.
 
-        Rows without Feature.RANDOM take the largest logit, the lowest id of equals. Rows with it draw from the softmax of their
-        scaled logits, of those that are not below `threshold` [S] float32 (see `threshold`). NOT_FINITE (0 in `tokens`) where a
-        logit is NaN or +inf, or all are -inf."""
+        Rows without Feature.RANDOM take the largest logit, the lowest id of equals. Others draw by the softmax of scaled logits
+        not below `threshold` [S] float32. NOT_FINITE (0 in `tokens`) where a logit is NaN or +inf, or all -inf."""
         values, places = self.candidates(logits, table, row, position, threshold)
         return self.elect(values, places, tokens, row, position, out, shift)
 
@@ -56,10 +55,9 @@ class SampleOps:
 
     def elect(self, values: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
               position: torch.Tensor, out: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> torch.Tensor:
-        """The best candidate of each line [S] int32, the lowest id of equals, which is also written into `tokens` at its
-        position. Results are in `out` if that is given, which may be the host's memory: there they are once the device has
-        come so far. With `shift` [1] int32 they are so many elements behind the start of `out`, which is returned as it is: a
-        captured graph then writes to another place each time."""
+        """The best candidate of each line [S] int32, the lowest id of equals, also written into `tokens` at its position.
+        Results are in `out` if given, perhaps the host's memory, once the device has come so far. With `shift` [1] int32 they
+        are so many elements behind its start, and `out` is returned: a captured graph writes to another place each time."""
         chosen, value = places[:, 0], values[:, 0]
         if values.shape[1] > 1:
             best, value = _largest(values)
@@ -93,7 +91,7 @@ class SampleOps:
         top_k, top_p = mine[:, Column.TOP_K].long(), real[:, Column.TOP_P].double()
         k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)[:, None]
         widest = int(k.max())
-        if widest == vocab and not bool((top_p < 1).any()):
+        if int(k.min()) == vocab and not bool((top_p < 1).any()):
             found[lines] = x.amax(-1) + real[:, Column.LOG_MIN_P]
             return found
         descending = x.topk(widest, -1).values if widest < vocab else x.sort(-1, descending=True).values

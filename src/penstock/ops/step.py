@@ -58,8 +58,7 @@ def _on_cpu(facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
 @register("build_step", "numpy", rank=5, supports=_on_cpu, capturable=False)
 def build_on_host(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
                   query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors:
-    """As the reference. Steps are a few integers, for which NumPy takes about half of PyTorch's time and keeps the GIL, so that
-    it need not wait for the thread that plans."""
+    """As the reference. For a few integers NumPy takes half of PyTorch's time and keeps the GIL, so need not wait for it."""
     rows, begins = row.numpy(), query_start.numpy()
     end = int(begins[-1])
     segment = np.repeat(np.arange(len(rows)), np.diff(begins))

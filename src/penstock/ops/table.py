@@ -1,7 +1,6 @@
 """The implementations of all operations, by operation and name. `ops/registry.py` chooses among them.
 
-An operation is a name with a reference in `ops/<op>.py`. A faster implementation registers beside it with a `supports`
-function that returns None, or the reason why it cannot serve."""
+An operation is a name with a reference in `ops/<op>.py`; faster ones register beside it, with `supports`: None, or why not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

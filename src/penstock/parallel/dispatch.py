@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
 def together(data: Lockstep, tokens: Tokens, payload: Payload, runs: int, compute: Compute) -> torch.Tensor:
     """The experts' results [T, W] for this rank's tokens. All ranks call it, those without tokens too. `runs`: in which so many
-    tokens as the largest rank has are exchanged, as `ops/messages.py` says."""
+    tokens as the largest rank sends are exchanged, as `ops/messages.py` says."""
     ranks, picks = data.group.size, tokens.owners.shape[1]
     parts = 1 if data.decodes else min(2, runs)
     batches: Sequence[_Picked | _Everywhere]
@@ -45,7 +45,7 @@ def together(data: Lockstep, tokens: Tokens, payload: Payload, runs: int, comput
     if parts > 1 and reached < _REACHED:
         batches = [_Picked(data, tokens.part(number, parts), payload) for number in range(parts)]
     else:
-        room = -(-data.most // parts)
+        room = -(-data.share // parts)
         batches = [_Everywhere(data, tokens.part(number, parts), payload, room, parts > 1) for number in range(parts)]
     for batch in batches:
         batch.compute(compute)

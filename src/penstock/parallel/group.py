@@ -3,6 +3,7 @@
 Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step."""
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -47,7 +48,9 @@ def joined(place: Place, device: torch.device) -> None:
     # Each link of a pipeline is a group of its own, as this warning asks.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     stores: Any = torch._C._distributed_c10d  # noqa: SLF001 (not exported)
-    store = stores.TCPStore(host, int(port), place.world, is_master=place.number == 0, timeout=timeout) if host else \
+    # Torch's own socket would listen on every interface.
+    at = socket.create_server((host, int(port))).detach() if host and place.number == 0 else None
+    store = stores.TCPStore(host, int(port), place.world, place.number == 0, timeout, master_listen_fd=at) if host else \
         stores.FileStore(f"{place.rendezvous}/ranks", place.world)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=place.number, world_size=place.world,
                             timeout=timeout, device_id=device if cuda else None)
@@ -151,8 +154,7 @@ class Group:
 
     def _gathered(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         """[size, *x.shape], by the library. `later`: a call waits for it."""
-        found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        return self._travels(self._gather, found, x, later)
+        return self._travels(self._gather, torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device), x, later)
 
     def _exchanged(self, x: torch.Tensor, later: bool = False) -> Callable[[], torch.Tensor]:
         """[size, ...] -> [size, ...]: this rank's part of every rank's x, by the library."""
@@ -175,8 +177,7 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 
 
 class Runs:
-    """The runs of one step's rows, and the sums under way of the parts that a branch has left: while those of one run travel,
-    the next run is computed.
+    """One step's runs of rows, and the sums under way of a branch's parts: while those of one run travel, the next is computed.
 
     Of two ranks each has all sums, and norms them. Of more, each has the sums of its share of every run, adds them to its share
     of the stream, norms them, and the ranks gather what is normed (Korthikanti et al. 2022, "sequence parallelism")."""

@@ -18,9 +18,13 @@ _BYTES = 8
 class Lockstep:
     """One rank's side. Rounds in a row, until one has no tokens at all, are a wave."""
 
-    def __init__(self, group: Group, agreeing: Group, path: str) -> None:
-        """`group` exchanges tensors of the device, `agreeing` those of the host. `path`: of the file with the wave's number."""
-        self.group = group
+    def __init__(self, group: Group, agreeing: Group, path: str, tensors: int = 1) -> None:
+        """`group` exchanges tensors of the device, `agreeing` those of the host. `path`: of the file with the wave's number.
+        `tensors`: ranks of each engine, which divide its layers and have equal steps."""
+        self.group, self.tensors = group, tensors
+        self._own = slice(first := agreeing.rank // tensors * tensors, first + tensors)
+        self.awaits = False
+        """Whether the round is agreed on with a plan of this engine that has not come to this rank yet."""
         self.most = 0
         """The most tokens that any rank has in this round."""
         self.decodes = False
@@ -37,15 +41,24 @@ class Lockstep:
     @property
     def active(self) -> bool:
         """Whether a wave goes on, of which this rank has not seen the end."""
-        return int.from_bytes(self._called[:], "little") > self._ended
+        return not self.awaits and int.from_bytes(self._called[:], "little") > self._ended
+
+    @property
+    def share(self) -> int:
+        """The most tokens that any rank sends in this round."""
+        return -(-self.most // self.tensors)
 
     def begin(self, tokens: int, decodes: bool) -> bool:
         """Begins a round of so many tokens here; sets `most`. Returns whether on all ranks the tokens are one of each segment,
         which is so with no tokens. Waits for the other ranks' hosts."""
+        if self.awaits:
+            self.awaits = False
+            return self.decodes
         if tokens:
             self._called[:] = (self._ended + 1).to_bytes(_BYTES, "little")
         sizes = self._agreeing.gather(torch.tensor([tokens, decodes], dtype=torch.int64))
         self.most = int(sizes[:, 0].max())
+        self.awaits = not tokens and bool(sizes[self._own, 0].any())
         if not self.most:
             self._ended += 1
         elif self.each is not None:

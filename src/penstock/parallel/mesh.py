@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import count, product
+from dataclasses import dataclass, replace
+from itertools import count
 from threading import Thread
 
 import torch
@@ -71,18 +71,21 @@ def join(place: Place, device: torch.device, peers: bool) -> Mesh:
     import torch.distributed as dist
 
     joined(place, device)
-    world, every = dist.group.WORLD, list(places(place))
-    tensor = context = data = None
-    if place.tensors > 1:
-        own = [[one.rank for one in every if (one.stage, one.context) == key]
-               for key in product(range(place.stages), range(place.contexts))]
-        tensor = Group(place.tensor, place.tensors, world if len(own) == 1 else subgroup(own, place.rank), device, peers)
-    if place.contexts > 1:
-        own = [[one.rank for one in every if (one.stage, one.tensor) == key]
-               for key in product(range(place.stages), range(place.tensors))]
-        context = Group(place.context, place.contexts, subgroup(own, place.rank), device, peers)
+    world, every = dist.group.WORLD, [one for number in range(place.datas) for one in places(replace(place, data=number))]
+    data: Lockstep | None = None
+
+    def group(rank: int, size: int, line: Callable[[Place], tuple[int, ...]]) -> Group | None:
+        """The ranks that are in one `line` with this one."""
+        lines = [[one.number for one in every if line(one) == key] for key in dict.fromkeys(map(line, every))]
+        if size == 1:
+            return None
+        return Group(rank, size, world if len(lines) == 1 else subgroup(lines, place.number), device, peers)
+
+    tensor = group(place.tensor, place.tensors, lambda one: (one.data, one.stage, one.context))
+    context = group(place.context, place.contexts, lambda one: (one.data, one.stage, one.tensor))
     if place.datas > 1:
         # Of its own and on the host, as ranks agree on sizes while the devices compute.
-        agreeing = Group(place.data, place.datas, dist.new_group(backend="gloo"), torch.device("cpu"))
-        data = Lockstep(Group(place.data, place.datas, world, device, peers), agreeing, f"{place.rendezvous}/wave")
+        agreeing = Group(place.number, place.world, dist.new_group(backend="gloo"), torch.device("cpu"))
+        data = Lockstep(Group(place.number, place.world, world, device, peers), agreeing, f"{place.rendezvous}/wave",
+                        place.tensors)
     return Mesh(tensor, Pipe(place, device) if place.stages > 1 else None, data, context, dist.destroy_process_group)

@@ -1,5 +1,4 @@
-"""Short messages between the GPUs of one machine through memory that all of them map (CUDA's IPC). The kernel is in
-peer_kernel.py."""
+"""Short messages between GPUs of one machine through memory that all map (CUDA's IPC), by the kernel of peer_kernel.py."""
 
 import ctypes
 from collections.abc import Sequence

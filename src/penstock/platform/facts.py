@@ -6,8 +6,8 @@ import re
 from functools import cache
 from pathlib import Path
 
-from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError, first_line
+from penstock.core.rank import DeviceFacts
 
 LOG = logging.getLogger("penstock")
 

@@ -1,16 +1,34 @@
 """Values that one start finds out and the next start of the same finds again, as JSON on disk.
 
 A value is kept under a digest of all that it depends on, this package's sources and torch's and Triton's versions among it, so
-that it is never out of date. Where nothing can be written, nothing is kept."""
+it is never out of date. Where nothing can be written, nothing is kept. The folder is for all files built for this machine."""
 
 import hashlib
 import json
 import os
+import tempfile
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+
+def cache_folder() -> Path:
+    """Below XDG_CACHE_HOME or ~/.cache, or a folder for this process alone if that is not writable."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError:
+        pass
+    return _fallback()
+
+
+@cache
+def _fallback() -> Path:
+    return Path(tempfile.mkdtemp(prefix="penstock-"))
 
 
 class Kept:

@@ -84,11 +84,13 @@ def single(scale: torch.Tensor) -> torch.Tensor:
 
 def named(module: str, patterns: Iterable[Any]) -> bool:
     """Whether a list of modules has this one: itself, a part of its path, a pattern with *, or re:EXPRESSION."""
-    for pattern in map(str, patterns):
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], module):
+    for given in map(str, patterns):
+        if given.startswith("re:"):
+            if re.match(given[3:], module):
                 return True
-        elif "*" in pattern or "?" in pattern:
+            continue
+        pattern = given.replace("..", ".").strip(".")
+        if "*" in pattern or "?" in pattern:
             if fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, pattern + ".*"):
                 return True
         elif f".{pattern}." in f".{module}.":

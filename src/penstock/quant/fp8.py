@@ -7,7 +7,6 @@ import torch
 
 from penstock.ops.bits import blocks, spread
 from penstock.quant import activations
-from penstock.quant.activations import FP8_MAX, Activation
 from penstock.quant.scheme import Part
 
 
@@ -15,7 +14,7 @@ from penstock.quant.scheme import Part
 class FP8:
     """weight = code * scale. A scale of a whole tensor is stored once for each of its rows."""
 
-    activation: Activation = "none"
+    activation: activations.Activation = "none"
     block: tuple[int, int] | None = None
     """Rows and columns of a block that shares a scale; None: a scale a row."""
 
@@ -40,8 +39,8 @@ class FP8:
             peak = x.abs().amax(-1)
         else:
             peak = blocks(blocks(x.abs(), self.block[1]).amax(-1).mT, self.block[0]).amax(-1).mT.contiguous()
-        scale = peak.clamp_min(1e-12) / FP8_MAX
-        codes = (x / self._spread(scale, matrix.shape)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        scale = peak.clamp_min(1e-12) / activations.FP8_MAX
+        codes = (x / self._spread(scale, matrix.shape)).clamp(-activations.FP8_MAX, activations.FP8_MAX).to(torch.float8_e4m3fn)
         found = {"weight": codes, "scale": scale}
         return {**found, "input_scale": torch.ones(1, device=x.device)} if self.activation == "tensor" else found
 

@@ -7,7 +7,6 @@ import torch
 
 from penstock.ops.bits import blocks, pack, spread, unpack
 from penstock.quant import activations
-from penstock.quant.activations import Activation
 from penstock.quant.scheme import Part, Weights
 
 
@@ -15,7 +14,7 @@ from penstock.quant.scheme import Part, Weights
 class Int8:
     """weight = code * scale, a scale a row, with int8 activations or plain ones."""
 
-    activation: Activation = "none"
+    activation: activations.Activation = "none"
 
     name = "int8"
     grain = (1, 1)

@@ -2,20 +2,68 @@
 
 A new scheme is one file with a frozen dataclass. Loading, dummy weights, the memory plan and `penstock info` follow from it. A
 kernel for it is registered as the operation `linear.<name>` (`ops/registry.py::Kernels.linear_for`); where none can serve, the
-matrix stays as it is stored, and `quant/decoding.py` decodes it in tiles whenever it is read."""
+matrix stays as stored, and `Decoding` decodes all of it, in tiles of rows, at every step: that saves memory, not time."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from penstock.core.state import DTYPE_BYTES
 from penstock.ops.experts import Stack
-from penstock.ops.linear import Weight, rows_of
+from penstock.ops.linear import Joined, StoredWeight, Weight, rows_of
 from penstock.ops.registry import Kernels
-from penstock.quant.decoding import Decoding
+
+_TILE = 1 << 22
+"""Elements that are decoded at a time: 16 MB in float32, on a GPU little beside a step and long enough for a GEMM."""
+
+
+class Decoded(StoredWeight):
+    """The stored tensors, and tiles of rows as views of them."""
+
+    __slots__ = ("tiles",)
+
+    def __init__(self, scheme: "Scheme", parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(scheme, parts, shape, dtype)
+        grain = scheme.grain[0] or self.n
+        step = max(grain, _TILE // self.k // grain * grain)
+        ends = [(first, min(first + step, self.n)) for first in range(0, self.n, step)]
+        self.tiles = [(first, last, rows_of(scheme, parts, shape, dtype, first, last)) for first, last in ends]
+
+
+class Decoding:
+    """The operation `linear` by the kernels for plain matrices, tile by tile."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def pack(self, scheme: "Scheme", parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+        return Decoded(scheme, parts, shape, dtype)
+
+    def apply(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None,
+              out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        x = weight.scheme.inputs(x, weight.parts)
+        out = torch.empty(x.shape[0], weight.n, dtype=out_dtype or x.dtype, device=x.device)
+        for first, last, parts in weight.tiles:
+            ops = self._kernels.linear_for("plain", last - first, weight.k) or self._kernels.linear
+            tile = ops.pack(weight.scheme.decode(parts, weight.dtype))
+            out[:, first:last] = ops.apply(x, tile, None if bias is None else bias[first:last], out_dtype)
+        return out
+
+    def gated(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
+        return self._kernels.gated(self.apply(x, weight, bias), kind)
+
+    def gather(self, ids: torch.Tensor, weight: Any) -> torch.Tensor:
+        scheme, ids = weight.scheme, ids.long()
+        if scheme.grain[0] != 1:
+            return torch.cat([scheme.decode(parts, weight.dtype) for _, _, parts in weight.tiles]).index_select(0, ids)
+        axes = {part.suffix: part.rows for part in scheme.parts(weight.n, weight.k, str(weight.dtype).removeprefix("torch."))}
+        rows = {suffix: part if axes[suffix] is None else part.index_select(axes[suffix], ids)
+                for suffix, part in weight.parts.items()}
+        found: torch.Tensor = scheme.decode(rows, weight.dtype)
+        return found
 
 
 @dataclass(frozen=True)
@@ -26,8 +74,7 @@ class Part:
     shape: tuple[int, ...]
     dtype: str
     rows: int | None = 0
-    """The axis along which the matrix's rows (outputs) lie, on which fused matrices are joined and ranks cut by rows. None:
-    the tensor is the same for all rows."""
+    """The axis of the rows (outputs), on which fused matrices join and ranks cut by rows. None: all rows share the tensor."""
     columns: int | None = 1
     """The axis along which the matrix's columns (inputs) lie, or None."""
 
@@ -42,31 +89,23 @@ class Scheme(Protocol):
     @property
     def name(self) -> str:
         """As users see it, and as kernels are registered for it."""
-        ...
 
     @property
     def grain(self) -> tuple[int, int]:
         """Rows and columns that cannot be separated: matrices are joined, and ranks cut, at multiples of them. 0: none can."""
-        ...
 
     def parts(self, n: int, k: int, dtype: str, /) -> tuple[Part, ...]:
-        """The tensors of an [n, k] matrix in a model of `dtype`. Of a matrix that is joined from several by rows, each part is
-        the parts of those, joined along its axis of rows."""
-        ...
+        """The tensors of an [n, k] matrix in a model of `dtype`; of one joined by rows, each part is joined along its axis."""
 
     def encode(self, matrix: torch.Tensor, /) -> dict[str, torch.Tensor]:
         """The parts, by suffix, of a matrix [n, k] in the model's dtype, rounded to nearest: for random weights and
         quantization at load. ModelError if the shape cannot be stored so."""
-        ...
 
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype, /) -> torch.Tensor:
-        """The matrix [n, k] that the parts stand for: the scheme's definition, and the oracle of its kernels. It is computed in
-        float32 and rounded once to `dtype`."""
-        ...
+        """The parts' matrix [n, k], in float32 rounded once to `dtype`: the scheme's definition, and its kernels' oracle."""
 
     def inputs(self, x: torch.Tensor, parts: Mapping[str, torch.Tensor], /) -> torch.Tensor:
         """Activations [T, k] as the product takes them: rounded as the scheme quantizes them, or x itself."""
-        ...
 
 
 class Weights:
@@ -99,6 +138,30 @@ class Plain(Weights):
 PLAIN = Plain()
 
 
+@dataclass(frozen=True)
+class Factored(Weights):
+    """A matrix of another scheme with a factor for each column, by which a product multiplies its inputs instead."""
+
+    inner: Scheme
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def grain(self) -> tuple[int, int]:
+        return 0, self.inner.grain[1]
+
+    def parts(self, n: int, k: int, dtype: str) -> tuple[Part, ...]:
+        return *self.inner.parts(n, k, dtype), Part("factor", (k,), "float32", None, 0)
+
+    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {**self.inner.encode(matrix), "factor": torch.ones(matrix.shape[-1], device=matrix.device)}
+
+    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        return (self.inner.decode(parts, torch.float32) * parts["factor"]).to(dtype)
+
+
 def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor], dtype: torch.dtype,
          kernels: Kernels, stack: int = 0, resident: int = 0, device: torch.device | None = None) -> Weight:
     """The matrix of `shape` as the kernel that is bound for (linear, scheme, shape) reads it; with `stack`, so many matrices
@@ -109,6 +172,8 @@ def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tenso
         return grouped.pack_stored(scheme, parts, stack, (shape[0] // stack, shape[1]), dtype, resident, device)
     if stack:
         return _pack_stack(scheme, stack, shape, parts, dtype, kernels)
+    if isinstance(scheme, Factored):
+        return Joined([pack(scheme.inner, shape, parts, dtype, kernels)], kernels.gated, parts["factor"].to(dtype))
     ops = kernels.linear_for(scheme.name, shape[0], shape[1])
     weight: Weight
     if scheme == PLAIN:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from penstock.cache.manager import Reuse
 from penstock.core.errors import RequestError
-from penstock.core.request import PHASES, Request
-from penstock.core.sequence import Sequence
+from penstock.core.request import PHASES, Request, Sequence
 from penstock.core.steptime import Load
 from penstock.scheduler.policy import victim
 from penstock.scheduler.queues import Queues
@@ -25,7 +24,7 @@ TRIES = 8
 
 _CACHE = PHASES.index("cache")
 
-_CHOICES = 16
+CHOICES = 16
 """Sequences that may wait, for each request that may: some hundred bytes each."""
 
 
@@ -46,6 +45,8 @@ class Limits:
     """A prompt enters a step as a whole."""
     stages: int = 1
     """Pipeline stages, each of which computes another step."""
+    exact: bool = False
+    """Whether plans say exactly where segments start: a sequence waits for the result of the drafts that are verified."""
 
 
 class Admission:
@@ -59,7 +60,7 @@ class Admission:
 
     def check(self, request: Request) -> int:
         """Returns the maximum tokens, prompt included, of each of the request's sequences. RequestError if the request can
-        never run, or if `max_queued` requests wait beside those for whom there are rows, or _CHOICES times as many sequences.
+        never run, or if `max_queued` requests wait beside those for whom there are rows, or CHOICES times as many sequences.
 
         A request counts once, however many choices and prompts it has: a few with 128 choices must not keep all others out."""
         prompt = len(request.prompt_ids)
@@ -79,15 +80,15 @@ class Admission:
         # Free rows do not help sequences that wait for pages.
         waiting, sequences = len(self._queues.asking), len(self._queues.waiting)
         free_rows, most = 0 if self._queues.crowded else len(self._queues.rows), self.limits.max_queued
-        if (waiting >= most + free_rows or sequences >= _CHOICES * most + free_rows) and not (request.part or request.follows):
+        if (waiting >= most + free_rows or sequences >= CHOICES * most + free_rows) and not (request.part or request.follows):
             raise RequestError(f"{waiting} requests with {sequences} answers are waiting and at most {most} may, with "
-                               f"{_CHOICES * most} (--max-num-queued-reqs); try again later", code="queue_full", status=503)
+                               f"{CHOICES * most} (--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return limit
 
     def make_way(self, now: float, decode: Load) -> None:
-        """Renews broken promises of those who wait, and preempts where they find no room: a sequence of a lower class for one
-        that must start now, and sequences of requests that hold more than their share of the rows. `decode`: the part of
-        the latest step that decoded."""
+        """Renews broken promises of waiting ones, and preempts where there is no room: a lower class's sequence for one that
+        must start now, and those of requests with more than their share of the rows. `decode`: what of the latest step
+        decoded."""
         queues, policy = self._queues, self._queues.policy
         if not queues.waiting:
             return
@@ -102,10 +103,13 @@ class Admission:
             if lower is not None:
                 queues.preempt(lower, now)
         shares = Shares(queues)
-        needy = [s for s in queues.waiting if s.phase != _CACHE and shares.left(s) > 0]
+        # Thousands may wait: they are looked through only where somebody has too many rows.
+        if not (shares.above() and (below := shares.below())):
+            return
+        needy = [s for s in queues.waiting if s.request.owner in below and s.phase != _CACHE]
         for head in needy[:max(len(needy) - len(queues.rows), int(queues.crowded))]:
-            for loser in reversed(list(queues.running)):
-                if shares.left(loser) < 0 and loser.known > loser.mark and policy.rank(head) <= policy.rank(loser):
+            for loser in shares.above():
+                if loser.known > loser.mark and policy.rank(head) <= policy.rank(loser):
                     queues.preempt(loser, now)
                     break
 
@@ -115,14 +119,20 @@ class Admission:
         if queues.rows:
             return False
         shares = Shares(queues, 1)
-        return all(shares.left(sequence) >= 0 for sequence in queues.running)
+        return not shares.above()
 
-    def _in_turn(self, blocked: list[Sequence], held: list[Sequence]) -> Iterator[Sequence]:
+    def _in_turn(self, blocked: list[Sequence], held: set[str]) -> Iterator[Sequence]:
         """Waiting sequences in order, but those whose request has its share of the rows after others that are as important, and
-        not if one of these was `blocked`, or `held` until a step has room for it."""
+        not if one of these was `blocked`, or `held` until a step has room for it. No further ones of a request that is held."""
         rank, shares, later = self._queues.policy.rank, Shares(self._queues), list[Sequence]()
+        all_in_order = not (below := shares.below())
         for sequence in self._queues.waiting:
-            if shares.left(sequence) <= 0:
+            owner = sequence.request.owner
+            if owner in held:
+                continue
+            if owner in below and shares.left(owner) <= 0:
+                below.remove(owner)
+            if not (all_in_order or owner in below):
                 later.append(sequence)
                 continue
             while later and rank(later[0]) < rank(sequence):
@@ -133,12 +143,12 @@ class Admission:
     def admit(self, step: InFlight, budget: int, now: float) -> int:
         """Admits waiting sequences to rows and to the step. Returns what is left of the budget."""
         queues, policy = self._queues, self._queues.policy
-        blocked, held, tries, load, full, closed = list[Sequence](), list[Sequence](), 0, step.decode, False, False
+        blocked, held, tries, load, full, closed = list[Sequence](), set[str](), 0, step.decode, False, False
         for sequence in self._in_turn(blocked, held) if queues.rows and queues.waiting else ():
             later = step.later(sequence)
             most = step.part if later else budget
             if later and not most:
-                held.append(sequence)
+                held.add(sequence.request.owner)
                 continue
             if not queues.rows or most <= 0:
                 break

@@ -5,7 +5,7 @@ first in order can always make progress, so there is no livelock."""
 
 from itertools import islice
 
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.core.steptime import Load
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.drafting import Drafts
@@ -29,8 +29,7 @@ class Batch:
     def fill(self, step: InFlight, now: float) -> int | None:
         """Plans segments for the running sequences in order. Returns the remaining token budget, or None if one was preempted.
 
-        Every sequence gets at least one position; the rest of the budget goes to the first in order, but for what the policy
-        leaves to others."""
+        Every sequence gets a position; the budget's rest goes to the first in order, but for what the policy leaves others."""
         queues, drafting = self._queues, self._drafts
         cache, policy = queues.cache, queues.policy
         running, at, preempted = list(queues.running), 0, False
@@ -45,8 +44,8 @@ class Batch:
             # The last are the first to give their pages up.
             running.sort(key=lambda s: 2 if s in resting else s in apart)
         own = len(running) - len(apart | resting)
-        coming = 0 if queues.crowded else min(len(queues.waiting), len(queues.rows))
-        head = next(iter(queues.waiting)) if coming else None
+        coming = 0 if queues.crowded else min(len(queues.waiting) + queues.coming, len(queues.rows))
+        head = next(iter(queues.waiting), None) if coming else None
         hinted = drafting.begin((len(running) + coming) // self._limits.stages)
         spare = self.spare() if hinted else 0
         answering: list[Sequence] = []
@@ -149,13 +148,15 @@ class Batch:
         return max(decoding, tokens)
 
     def _resting(self, running: list[Sequence], now: float) -> tuple[set[Sequence], bool]:
-        """The sequences that sit this step out, and whether no step is planned behind it: rows that take turns, or, of several
-        pipeline stages, all but an equal part of those that decode, and those that the steps before it still compute, so that
-        every stage has a step to compute."""
+        """Sequences that sit this step out, and whether none is planned behind it: rows that take turns, or of several stages
+        all but an equal part of those that decode, and those still computed by steps before it, so every stage has a step;
+        and those whose place is uncertain where it must be exact."""
         stages, queues = self._limits.stages, self._queues
+        unsure = {sequence for sequence in running if sequence.slack} if self._limits.exact else set[Sequence]()
         if stages == 1:
-            return self._turns.resting(running, now) if self._limits.step_target else (set(), False)
-        recent = {sequence for step in islice(reversed(queues.in_flight), stages - 1) for sequence in step.sampling()}
+            resting, held = self._turns.resting(running, now) if self._limits.step_target else (set[Sequence](), False)
+            return resting | unsure, held
+        recent = unsure.union(*(step.sampling() for step in islice(reversed(queues.in_flight), stages - 1)))
         decoding = [sequence for sequence in queues.running if sequence.goal - sequence.planned == 1]
         ready = [sequence for sequence in decoding if sequence not in recent]
         return recent.union(ready[-(-len(decoding) // stages):]), False

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.config.speculation import Speculation
 from penstock.core.plan import Proposal
-from penstock.core.sequence import Floats, Sequence
+from penstock.core.request import Floats, Sequence
 from penstock.core.steptime import StepTime
 from penstock.scheduler.step import InFlight
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.core.steptime import Load, StepTime
 
 _ADDED = 0.85
@@ -167,8 +167,10 @@ class Pace:
             return tokens, 0, self.long
         seconds = (1 + _CALM) * alone if short else self.piece
         self._saved = min(self._saved, 0.0) if self._owing else self._saved - _CALM * alone * bool(short)
-        part = max(_LEAST, _whole(times.within(load, seconds, at, scored)))
-        return tokens, min(part, self._most - tokens), self.long
+        # Short ones that fill the step may be waiting for just these: for what they compute, or one that is cornered.
+        least = max(1, min(_LEAST, self._most // 2))
+        part = max(least, min(_whole(times.within(load, seconds, at, scored)), self._most - tokens))
+        return min(tokens, self._most - part), part, self.long
 
     def tokens(self, decode: Load, reading: int, unread: int, waited: float, promised: float | None = None,
                at: float = 0.0, scored: float = 0.0) -> int:

@@ -1,16 +1,16 @@
 """Scheduling policies, and the sorted order of sequences that a policy defines.
 
-A policy has two levels. A group (a class, a tenant) has a standing, such as its service deficit, that changes as it is served.
-Within its group a sequence has a key, such as its arrival time. The first in the order is planned and admitted first, and the
-last is preempted first."""
+A policy has two levels: a group (a class, a tenant) has a standing, such as its service deficit, which serving changes; within
+it a sequence has a key, such as its arrival. The first in order is planned and admitted first, the last preempted first."""
 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import count
+from operator import itemgetter
 from typing import Any
 
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.core.steptime import Load
 from penstock.scheduler.step import InFlight
 
@@ -44,8 +44,7 @@ class Policy:
         """Called before each plan."""
 
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
-        """Reports a plan, before its segments are handed out, in which `entered` sequences got rows; `waiting`: others got
-        none."""
+        """Reports a plan before its segments are given out: `entered` sequences got rows; `waiting`: others got none."""
 
     def group(self, sequence: Sequence) -> str:  # noqa: ARG002 (all are one group)
         """Returns the sequence's group. Must never change."""
@@ -88,8 +87,7 @@ class Policy:
         return budget
 
     def tightest(self, groups: Iterable[str]) -> float | None:  # noqa: ARG002
-        """The tightest promise between tokens, in seconds, of these groups: infinity if nobody watches, None if none was
-        made."""
+        """These groups' tightest promise between tokens, in seconds: infinity if nobody watches, None if none was made."""
         return None
 
     def bearable(self, load: Load, tightest: float | None) -> bool:  # noqa: ARG002
@@ -117,8 +115,7 @@ _Entry = tuple[Key, int, Sequence]
 
 
 class Order:
-    """Sequences in a policy's order. Adding, removing or moving one takes O(log n) comparisons. Group standings are read during
-    iteration."""
+    """Sequences in a policy's order. Adding, removing or moving takes O(log n) comparisons. Standings are read on iteration."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -134,10 +131,9 @@ class Order:
         return sequence in self._entries
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterates over the current sequences in order. Charging a group during iteration moves its rest back; sequences
-        removed during iteration are still yielded."""
+        """Iterates over the sequences in order. Charging a group meanwhile moves its rest; removed ones are still yielded."""
         if len(self._groups) <= 1:
-            return iter([entry[2] for group in self._groups.values() for entry in group])
+            return map(itemgetter(2), list(*self._groups.values()))
         return self._merged()
 
     def _merged(self) -> Iterator[Sequence]:

@@ -3,8 +3,7 @@
 import numpy as np
 
 from penstock.core.plan import StepResult, Want
-from penstock.core.request import Pool
-from penstock.core.sequence import Floats, Sequence
+from penstock.core.request import Floats, Pool, Sequence
 
 _WANTS = {"all": Want.HIDDEN, "mean": Want.HIDDEN | Want.SUM, "last": Want.HIDDEN | Want.LAST, "labels": Want.LABELS,
           "tokens": Want.LABELS | Want.HIDDEN}

@@ -5,8 +5,7 @@ from collections import Counter, deque
 
 from penstock.cache.manager import Cache
 from penstock.core.plan import Enter, StepPlan
-from penstock.core.request import EngineStats
-from penstock.core.sequence import Sequence
+from penstock.core.request import EngineStats, Sequence
 from penstock.scheduler.policy import Order, Policy
 from penstock.scheduler.step import InFlight
 
@@ -64,11 +63,14 @@ class Queues:
         """Rows by the owner of the request (`Request.owner`)."""
         self.asking: Counter[str] = Counter()
         """Waiting sequences by the owner of the request."""
+        self.ranks: dict[str, float] = {}
+        """Of all owners of rows or waiting sequences, by the policy."""
+        self.coming = 0
+        """Requests of a batch that its caller still holds back, so that the first of them run already."""
         self.crowded = False
         """Whether a waiting sequence found no room in the last admission."""
         self.cornered: Sequence | None = None
-        """A sequence that ran out of pages although it ran alone, because its shared pages occupy too many slabs. It runs
-        before all others, and without sharing while it is alone."""
+        """A sequence without pages though it ran alone, as its shared ones take too many slabs: it runs first, and unshared."""
         self.entered: list[Enter] = []
         """For the next plan, as are the next two."""
         self._left: list[int] = []
@@ -79,6 +81,7 @@ class Queues:
         """A sequence begins to wait."""
         self.waiting.add(sequence)
         self.asking[sequence.request.owner] += 1
+        self.ranks[sequence.request.owner] = self.policy.rank(sequence)
         self.policy.waits(sequence, 1)
 
     def enter(self, sequence: Sequence, now: float) -> None:
@@ -136,6 +139,8 @@ class Queues:
             self._stop_waiting(sequence)
             if sequence is self.cornered:
                 self.cornered = None
+        if sequence.request.owner not in self.held and sequence.request.owner not in self.asking:
+            self.ranks.pop(sequence.request.owner, None)
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
@@ -173,4 +178,5 @@ class Queues:
         assert len(self.running) + len(self.waiting) + sum(len(s.children) for s in live) == len(live), "a sequence is lost"
         assert self.held == Counter(sequence.request.owner for sequence in self.running)
         assert self.asking == Counter(sequence.request.owner for sequence in self.waiting)
+        assert self.ranks.keys() == self.held.keys() | self.asking.keys()
         assert all((sequence.row >= 0) == (sequence in self.running) for sequence in live)

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from penstock.core.plan import NOT_FINITE, Logprobs, StepResult
-from penstock.core.request import EngineStats, TokenLogprobs, Update
-from penstock.core.sequence import Floats, Sequence
+from penstock.core.request import EngineStats, Floats, Sequence, TokenLogprobs, Update
 from penstock.scheduler import pooling
 from penstock.scheduler.drafting import Drafts
 
@@ -63,9 +62,8 @@ class Taker:
         self._finish(sequence, update, now)
 
     def drafts(self, sequence: Sequence, drafts: int, own: list[int], gone: bool) -> int:
-        """Processes verified drafts. `own`, the kept tokens, is truncated at the end of the sequence; all but the last become
-        known, and `token` handles the last. Returns the number of computed positions. `gone`: the sequence was preempted
-        since, and its counts restarted at 0."""
+        """Takes verified drafts; returns the computed positions. `own`, the kept tokens, ends where the sequence does; all but
+        the last become known, and `token` handles that. `gone`: it was preempted since, and its counts are 0 again."""
         for j, token in enumerate(own):
             if token in sequence.stops or len(sequence.tokens) + j + 1 >= sequence.limit:
                 del own[j + 1:]
@@ -98,9 +96,8 @@ class Taker:
             return
         tokens.append(token)
         self._stats.generation_tokens += len(own)
-        update, known = Update(request.id, sequence.index, own, logprobs=logprobs), len(tokens)
-        if logprobs is not None and len(own) > 1:
-            update.logprobs = logprobs[:len(own)]
+        # Drafts behind the answer's end may have been kept, with log probabilities.
+        update, known = Update(request.id, sequence.index, own, logprobs=logprobs and logprobs[:len(own)]), len(tokens)
         if sequence.scoring and sequence.computed >= sequence.prompt_len:
             update.prompt_logprobs, sequence.scoring = sequence.scores, False
         if known - len(own) == sequence.prompt_len:

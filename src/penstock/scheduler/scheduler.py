@@ -1,8 +1,7 @@
 """The scheduler: `plan` makes the next step, and `apply` processes its result. Only these two advance a sequence.
 
 There are no phases: each running sequence has positions left to compute and gets a segment of them. Decode is the case of one
-position, prefill of more; the code does not distinguish them. `batch.py` and `admission.py` decide which sequences run, and
-`queues.py` keeps the place of each."""
+position, prefill of more. `batch.py` and `admission.py` decide which sequences run, `queues.py` keeps each one's place."""
 
 import heapq
 from collections.abc import Iterable
@@ -14,8 +13,7 @@ from penstock.cache.manager import Cache
 from penstock.core.errors import RequestError
 from penstock.core.masking import MaskedSegment, Masker
 from penstock.core.plan import NOT_FINITE, Ints, StepPlan, StepResult, Want
-from penstock.core.request import PHASES, EngineStats, Request, Update
-from penstock.core.sequence import Sequence
+from penstock.core.request import PHASES, EngineStats, Request, Sequence, Update
 from penstock.core.steptime import StepTime
 from penstock.scheduler import pooling, results
 from penstock.scheduler.admission import Admission, Limits
@@ -24,7 +22,6 @@ from penstock.scheduler.drafting import DraftPolicy, Drafts
 from penstock.scheduler.pace import Pace
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.queues import Queues
-from penstock.scheduler.results import Taker
 from penstock.scheduler.step import LIMITS, InFlight, binding, load_of
 
 _SAMPLE, _SCORE, _EACH = int(Want.SAMPLE), int(Want.SCORE), int(Want.EACH)
@@ -52,7 +49,7 @@ class Scheduler:
         self.admission = Admission(limits, self.queues)
         self.batch = Batch(self.queues, limits, self.pace, self.drafts)
         self._news: list[Update] = []
-        self.taker = Taker(self.stats, self.drafts, self.policy.begun, self._finish, self._news.append)
+        self.taker = results.Taker(self.stats, self.drafts, self.policy.begun, self._finish, self._news.append)
         self._requests: dict[str, dict[int, Sequence]] = {}
         self._made = InFlight(-1)
         """The plan made last."""
@@ -155,8 +152,7 @@ class Scheduler:
         self._counted = self._counted if self.in_flight else now
         self.in_flight.append(step)
         step.load = load_of(step.starts, step.counts, step.scored)
-        step.limit = binding(waiting=waiting, rows=bool(self.queues.rows), room=not self.queues.crowded,
-                             refused=self._refused)
+        step.limit = binding(waiting=waiting, rows=bool(self.queues.rows), room=not self.queues.crowded, refused=self._refused)
         self._refused = False
         flat = np.array([rows, step.starts, step.counts, step.wants], np.int32)
         plan = StepPlan(step.id, rows=flat[0], starts=flat[1], counts=flat[2], wants=flat[3], proposals=proposals,
@@ -314,8 +310,7 @@ class Scheduler:
         self.queues.check(live, self.limits.max_num_seqs)
         for sequence in live:
             promised = sum((want & _SAMPLE) + step.drafts.get(i, 0) for step in self.in_flight
-                           for i, (owner, want) in enumerate(zip(step.sequences, step.wants, strict=True))
-                           if owner is sequence)
+                           for i, (owner, want) in enumerate(zip(step.sequences, step.wants, strict=True)) if owner is sequence)
             assert sequence.promised == promised
             assert sequence.computed <= sequence.planned - sequence.slack <= sequence.planned <= sequence.goal
             assert sequence.goal == min(sequence.known + promised, sequence.limit - 1)

@@ -1,10 +1,9 @@
-"""Rows and steps are shared by clients' requests: one with many choices, prompts or beams gives rows back where others wait for
-one, and its rows take turns beside requests with few."""
+"""Rows and steps are shared: a request with many choices, prompts or beams gives rows back to waiting ones and takes turns."""
 
 import math
 from bisect import bisect_right
 
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.core.steptime import Load
 from penstock.scheduler.pace import HAD, LIVELY, Pace
 from penstock.scheduler.queues import Queues
@@ -27,15 +26,22 @@ class Shares:
         self._ranks: list[float] = []
         """Of all requests, ascending."""
         if (queues.waiting or more) and max(queues.held.values(), default=0) > self._least:
-            self._ranks = sorted({sequence.request.owner: queues.policy.rank(sequence) for order in
-                                  (queues.running, queues.waiting) for sequence in order}.values())
+            self._ranks = sorted(queues.ranks.values())
 
-    def left(self, sequence: Sequence) -> int:
-        """The rows that its request may still take; below 0 if it has too many."""
+    def left(self, owner: str) -> int:
+        """The rows that a request may still take; below 0 if it has too many."""
         if not self._ranks:
             return self._rows
-        sharing = bisect_right(self._ranks, self._queues.policy.rank(sequence)) + self._more
-        return max(self._rows // sharing, self._least) - self._queues.held[sequence.request.owner]
+        sharing = bisect_right(self._ranks, self._queues.ranks[owner]) + self._more
+        return max(self._rows // sharing, self._least) - self._queues.held[owner]
+
+    def below(self) -> set[str]:
+        """The requests that wait and have less than their share. None, where nobody holds many."""
+        return {owner for owner in self._queues.asking if self.left(owner) > 0} if self._ranks else set()
+
+    def above(self) -> list[Sequence]:
+        """The running sequences of requests with more than their share, the last in order first."""
+        return [sequence for sequence in reversed(list(self._queues.running)) if self.left(sequence.request.owner) < 0]
 
 
 class Turns:

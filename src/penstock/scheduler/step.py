@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.core.plan import Want
-from penstock.core.sequence import Sequence
+from penstock.core.request import Sequence
 from penstock.core.steptime import Load
 
 

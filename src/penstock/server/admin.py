@@ -10,15 +10,13 @@ import penstock
 from penstock.core.errors import RequestError
 from penstock.core.request import EngineInfo, EngineStats, TierStats
 from penstock.core.steptime import TERMS
-from penstock.server.answer import json_response
-from penstock.server.dialect import Route
-from penstock.server.errors import UnavailableError
+from penstock.server.dialect import Route, UnavailableError, json_response
 from penstock.server.metrics import CONTENT_TYPE, metrics_page
 from penstock.server.state import State
 
 Done = dict[str, bool]
 Traces = dict[str, list[str]]
-"""One file of each rank, on the server's machine."""
+"""One file of each engine, on the server's machine."""
 
 
 class ServerLoad(TypedDict):
@@ -49,10 +47,10 @@ class Admin:
             Route("GET", "/step_time", self.step_time, "The model of step time, for penstock simulate --model-cost"),
             Route("GET", "/kv_event_sources", self.kv_event_sources, "Where the cache's events are published, by engine",
                   answer=list[dict[str, Any]]),
-            Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format"),
+            Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format", answer=str),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget everything that is cached", answer=Done),
             Route("POST", "/start_profile", self.start_profile, "Record the ranks' steps (--torch-profiler-dir)", answer=Done),
-            Route("POST", "/stop_profile", self.stop_profile, "End that, and write a trace of each rank", answer=Traces),
+            Route("POST", "/stop_profile", self.stop_profile, "End that, and write one trace of all ranks", answer=Traces),
         )
 
     async def health(self, request: Request) -> Response:
@@ -115,8 +113,7 @@ class Admin:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Empties the prefix cache, in every tier, for all tenants."""
         self._info()
-        done = await self.state.llm.reset_prefix_cache()
-        return json_response({"success": done})
+        return json_response({"success": await self.state.llm.reset_prefix_cache()})
 
     async def start_profile(self, request: Request) -> Response:
         self._traces()

@@ -12,31 +12,25 @@ from penstock.config.schema import ServerOptions
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
-from penstock.server.access import AccessLog
-from penstock.server.adapters import AdapterRoutes
+from penstock.server.access import AccessLog, Paths, Traces, tracer_of
 from penstock.server.admin import Admin
 from penstock.server.anthropic.dialect import Anthropic
-from penstock.server.batches.dialect import Batches
-from penstock.server.batches.run import Runner
+from penstock.server.batches.run import Batches, Runner
 from penstock.server.body import BodyReader
-from penstock.server.dialect import Dialect, ErrorShapes, Handler
-from penstock.server.dialect import Route as Described
+from penstock.server.dialect import Dialect, ErrorShapes, Handler, Route as Described, on_error
 from penstock.server.docs import docs_page
-from penstock.server.errors import on_error
 from penstock.server.fleet import Fleet, Selecting
 from penstock.server.gate import OPEN_ROUTES, Gate
 from penstock.server.keys import KeyFile
-from penstock.server.models import ModelRoutes
+from penstock.server.models import AdapterRoutes, ModelRoutes
 from penstock.server.ollama.dialect import Ollama
 from penstock.server.openai.dialect import OpenAI
 from penstock.server.page import page_routes
-from penstock.server.paths import Paths
 from penstock.server.pooling.dialect import Pooling
 from penstock.server.responses.dialect import Responses
 from penstock.server.room import Room
 from penstock.server.schema import openapi
 from penstock.server.state import State
-from penstock.server.tracing import Traces, tracer_of
 from penstock.server.vllm.dialect import VLLM
 
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from penstock.core.errors import RequestError
 from penstock.observe.log import LOG
-from penstock.server.answer import note_ignored
-from penstock.server.errors import ExplainField, explain
+from penstock.server.dialect import ExplainField, explain, note_ignored
 from penstock.server.limits import too_large
 from penstock.server.state import State
 
@@ -42,9 +42,8 @@ class BodyReader:
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
     async def read(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]]) -> Body:
-        """The body as `kind`, or as the type that `kind` names for the fields that the body has; its length is then in the
-        scope as `body_bytes`. The model that it names is chosen and loaded. RequestError 400, 408, 413, 415 or 503 naming the
-        fault; ClientDisconnect if the client went away."""
+        """The body as `kind`, or the type that `kind` names for its fields; its length is in the scope as `body_bytes`, its
+        model chosen and loaded. RequestError 400, 408, 413, 415 or 503 naming it; ClientDisconnect if the client left."""
         data = await self.raw(request)
         request.scope["body_bytes"] = len(data)
         work = self._fleet.current.llm.work
@@ -54,7 +53,11 @@ class BodyReader:
         return body
 
     async def raw(self, request: Request) -> bytes:
-        """The bytes of the body. RequestError 408, 413 or 503; ClientDisconnect if the client went away."""
+        """The bytes of the body. RequestError 408, 413, 415 or 503; ClientDisconnect if the client went away."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise RequestError(f"the body is encoded as {encoding[:100]!r}; send it as it is, without Content-Encoding",
+                               code="unsupported_media_type", status=415)
         declared = request.headers.get("content-length", "")
         most = self._limits.options.max_body_bytes
         if declared.isdigit() and int(declared) > most:

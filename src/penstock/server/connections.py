@@ -22,8 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from penstock.config.schema import ServerOptions
 from penstock.core.errors import ConfigError, RequestError
 from penstock.observe.log import LOG
-from penstock.server.dialect import ErrorShape
-from penstock.server.errors import UnavailableError, error_response
+from penstock.server.dialect import ErrorShape, UnavailableError, error_response
 
 PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Paths that are served also when there are too many connections."""
@@ -194,8 +193,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        options = self.group.options
-        self._deadline("idle", options.idle_timeout)
+        self._deadline("idle", self.group.options.idle_timeout)
         reason = self.group.add(self)
         if reason is not None:
             self.app = _probes_only(self.app, reason, self.group.shape)
@@ -280,6 +278,9 @@ class Connection(HttpToolsProtocol):
         self._cancel_timer()
         self.group.serving(self)
         super().on_message_complete()
+        if not self.pipeline:
+            # A large body has paused reading; while it is paused, nobody sees that the client disconnects.
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.core.errors import ConfigError, PenstockError, RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.observe.log import LOG
-from penstock.server.errors import UnavailableError
+from penstock.server.dialect import UnavailableError
 
 WAIT_SECONDS = 60.0
 """Time for which a model waits for another to become idle, before its request is refused."""
@@ -165,8 +165,7 @@ class Fleet:
         await self._alone(self._load(slot))
 
     async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does one such work after another, each to its end: if the client that asked for it goes away meanwhile, half of it
-        would leave an engine's process that nobody knows."""
+        """Does one such work after another, each to its end even if its client leaves: half would leave an engine behind."""
         async def locked() -> None:
             async with self._loading:
                 await work
@@ -209,8 +208,7 @@ class Fleet:
             LOG.info("loaded %s", slot.label)
 
     def _idle(self, but: Slot | None) -> list[Slot]:
-        """The loaded models that could be unloaded now, least recently used first. A response in the background still runs
-        when its request is over."""
+        """Loaded models that could be unloaded now, least recently used first. A background response outlives its request."""
         idle = [slot for slot in self.loaded if not (slot is but or slot.users or slot.llm.live or slot.pinned)]
         return sorted(idle, key=lambda slot: slot.used)
 

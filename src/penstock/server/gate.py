@@ -14,9 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.core.errors import RequestError
 from penstock.engine.stream import Stream
-from penstock.server.answer import ignored_header
-from penstock.server.dialect import ErrorShapes
-from penstock.server.errors import as_request_error, error_response
+from penstock.server.dialect import ErrorShapes, as_request_error, error_response, ignored_header
 from penstock.server.keys import KeyFile
 from penstock.server.page import is_page
 

@@ -37,8 +37,7 @@ TIER_COUNTERS = (
 )
 """Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
 
-CONNECTIONS = {"accepted": "Connections taken in.",
-               "evicted": "Idle connections closed because there were too many.",
+CONNECTIONS = {"accepted": "Connections taken in.", "evicted": "Idle connections closed because there were too many.",
                "refused": "Connections closed, and requests answered with 503, because there were too many connections.",
                "timed_out": "Connections closed because a request, or the reading of its answer, took too long."}
 """Fields of `server/connections.py::Counts`, published as penstock:connections_FIELD."""
@@ -143,6 +142,8 @@ class EngineCollector(Collector):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
         yield self._by(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
                        "Drafted tokens that were kept, by place.", "position", enumerate(stats.accepted_by_place))
+        yield self._by(CounterMetricFamily, "penstock:rank_seconds", "Time in steps, of each of several ranks.", "rank",
+                       enumerate(stats.rank_seconds))
         picked = map(sum, zip(*stats.expert_picks, strict=True))
         yield self._by(CounterMetricFamily, "penstock:expert_picks", "How often tokens were sent to an expert, of all layers.",
                        "expert", enumerate(picked))

@@ -1,18 +1,24 @@
 """The operator's routes for models: which there are, loading, unloading, sleeping, waking, and new weights.
 
-/models and those below have llama.cpp's names, /sleep and /wake_up vLLM's, /update_weights_from_disk SGLang's."""
+/models and those below have llama.cpp's names, /sleep and /wake_up vLLM's, /update_weights_from_disk SGLang's. For adapters
+/v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form, and the folder that --lora-dir watches."""
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from penstock.core.errors import PenstockError, RequestError
-from penstock.server.answer import json_response
-from penstock.server.dialect import Route
-from penstock.server.state import State
+from penstock.checkpoint.adapter import CONFIG, WEIGHTS
+from penstock.core.errors import ConfigError, PenstockError, RequestError
+from penstock.observe.log import LOG
+from penstock.server.dialect import Route, json_response
+from penstock.server.fleet import Slot
+from penstock.server.state import State, StateRoutes
 
 PARTS = {"weights", "kv_cache"}
 """The parts of a model that vLLM wakes one by one."""
@@ -100,3 +106,118 @@ class ModelRoutes:
             raise RequestError(f"the weights of {body.model_path!r} could not be loaded, so the old ones stay: {error}",
                                param="model_path", code="loading_failed") from None
         return json_response({"success": True, "message": f"serving the weights of {body.model_path}"})
+
+
+_SECONDS = 2.0
+"""Between two looks at a watched folder."""
+
+
+class Folder:
+    """A folder whose subfolders are served as adapters of a model, by their names, as they come, change and go."""
+
+    def __init__(self, path: str, slot: Slot, several: bool) -> None:
+        """Of `several` models each has the adapters that were trained for it. ConfigError if the folder cannot be served."""
+        if not slot.llm.options.enable_lora or not Path(path).is_dir():
+            raise ConfigError(f"lora_dir is {path!r}; it must be a folder, and needs enable_lora")
+        self._path = Path(path)
+        self._slot = slot
+        self._bases = {Path(name).name for name in (*slot.names, slot.llm.model)} if several else None
+        """The last parts of its names."""
+        self._llm = slot.llm
+        self._seen: dict[str, list[int]] = {}
+        """The state of the files of each subfolder when it was looked at last."""
+        self._broken: dict[str, list[int]] = {}
+        """The state in which one could not be loaded."""
+        self._looking = asyncio.Lock()
+        slot.offered = frozenset(self._stamps())
+        slot.prepare = self._look
+
+    async def watch(self) -> None:
+        """Follows the folder until it is cancelled."""
+        while True:
+            await self._look()
+            await asyncio.sleep(_SECONDS)
+
+    async def _look(self) -> None:
+        async with self._looking:
+            found = await asyncio.to_thread(self._stamps)
+            self._broken = {name: stamp for name, stamp in self._broken.items() if found.get(name) == stamp}
+            self._slot.offered = found.keys() - self._broken.keys()
+            if self._slot.llm is not self._llm:
+                # The model was loaded again: its new engine has no adapters.
+                self._llm, self._seen, self._broken = self._slot.llm, {}, {}
+            if self._llm.info is None or self._llm.dead is not None:
+                return
+            for name in self._seen.keys() - found.keys():
+                del self._seen[name]
+                await self._try(name, self._llm.unload_adapter(name))
+            for name, stamp in found.items():
+                if self._seen.get(name) != stamp:
+                    loaded = self._llm.load_adapter(name, str(self._path / name), replace=name in self._seen)
+                    self._seen[name] = stamp
+                    if not await self._try(name, loaded):
+                        self._broken[name] = stamp
+                        self._slot.offered -= {name}
+
+    async def _try(self, name: str, change: Awaitable[None]) -> bool:
+        try:
+            await change
+        except RequestError as error:
+            LOG.warning("the adapter %s of %s: %s", name, self._path, error.message)
+            return False
+        return True
+
+    def _stamps(self) -> dict[str, list[int]]:
+        """Time and size of an adapter's two files, by the name of its folder."""
+        stamps = {}
+        for folder in sorted(self._path.iterdir()):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                files = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
+                if self._bases is None or self._base(folder) in self._bases:
+                    stamps[folder.name] = [number for file in files for number in (file.st_mtime_ns, file.st_size)]
+        return stamps
+
+    def _base(self, folder: Path) -> str:
+        """The last part of the name of the model that an adapter was trained for."""
+        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+        return Path(str(config.get("base_model_name_or_path"))).name
+
+
+class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    """A folder that PEFT wrote, or a hub id."""
+    load_inplace: bool = False
+    """Replace an adapter of this name."""
+
+
+class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class AdapterRoutes(StateRoutes):
+    """For operators: with several API keys they need an admin key."""
+
+    def routes(self) -> Sequence[Route]:
+        return (Route("POST", "/v1/load_lora_adapter", self.load, "Serve a LoRA adapter", LoadAdapter),
+                Route("POST", "/v1/unload_lora_adapter", self.unload, "Serve a LoRA adapter no longer", UnloadAdapter))
+
+    async def load(self, http: Request, body: LoadAdapter) -> Response:
+        """200 once requests may name the adapter."""
+        self.state.admit(None)
+        if body.lora_name in self.state.names and body.lora_name not in self.state.llm.adapters:
+            raise RequestError(f"{body.lora_name!r} is the model's own name", param="lora_name", code="adapter_exists")
+        # The engine counts it even if the client goes away.
+        await asyncio.shield(self.state.llm.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload(self, http: Request, body: UnloadAdapter) -> Response:
+        """200 at once; requests that have been taken in finish."""
+        self.state.admit(None)
+        await self.state.llm.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -17,7 +17,7 @@ from penstock.engine.outputs import Delta
 from penstock.engine.stream import Stream
 from penstock.engine.work import INLINE
 from penstock.server.connections import DIRECT, DirectWrites
-from penstock.server.errors import as_request_error
+from penstock.server.dialect import as_request_error
 
 encode = msgspec.json.Encoder().encode
 
@@ -78,19 +78,15 @@ class Answer(Protocol):
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Server-sent events for these deltas; may be empty."""
-        ...
 
     def last_events(self) -> bytes:
         """Events after the last delta, without the stream's end."""
-        ...
 
     def add(self, deltas: list[Delta]) -> None:
         """Accumulates deltas for a non-streamed response."""
-        ...
 
     def whole(self) -> Any:
         """The whole response, as an object to encode."""
-        ...
 
 
 async def gather(request: Request, stream: Stream, add: Callable[[list[Delta]], None]) -> None:

@@ -13,8 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.observe.figures import Histogram
 from penstock.server.admin import named
-from penstock.server.answer import json_response
-from penstock.server.dialect import Route
+from penstock.server.dialect import Route, json_response
 from penstock.server.respond import SSE_HEADERS, event
 from penstock.server.state import State
 
@@ -36,8 +35,7 @@ class Room:
 
     def routes(self) -> Sequence[Route]:
         return (Route("GET", "/engine", self.engine, "The engine's steps, requests, pages and prefix tree at this moment"),
-                Route("GET", "/engine/events", self.events, "The same as events, twice a second", streams=True,
-                      event=dict[str, Any]))
+                Route("GET", "/engine/events", self.events, "The same as events, twice a second", event=dict[str, Any]))
 
     async def engine(self, request: Request) -> Response:
         """One look, with the engine's facts. 503 while there is no engine."""

@@ -22,14 +22,13 @@ from penstock.core.request import EngineInfo
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.process import ENGINE
 from penstock.engine.work import LARGE, collect_rarely, keep_little
-from penstock.observe.log import LOG
-from penstock.observe.notify import notify
+from penstock.observe.log import LOG, notify
 from penstock.server import listening
-from penstock.server.adapters import Folder
 from penstock.server.app import Application
 from penstock.server.connections import Connection, Connections, quiet, raise_descriptor_limit
-from penstock.server.errors import UnavailableError
+from penstock.server.dialect import UnavailableError
 from penstock.server.fleet import Fleet, Slot
+from penstock.server.models import Folder
 
 OnLoading = Callable[[int, int], None]
 """Told (bytes of weights loaded, of how many)."""

@@ -9,12 +9,9 @@ import msgspec
 
 import penstock
 from penstock.core.errors import RequestError
-from penstock.server.dialect import ErrorShape, ErrorShapes, Route
+from penstock.server.dialect import EVENTS, ErrorShape, ErrorShapes, Route
 
 _REF = "#/components/schemas/"
-
-TEXT_ROUTES = frozenset({"/metrics"})
-"""Routes whose answer is plain text."""
 
 
 def openapi(routes: Sequence[Route], open_routes: Container[str], shapes: ErrorShapes, root_path: str = "") -> dict[str, Any]:
@@ -27,9 +24,10 @@ def openapi(routes: Sequence[Route], open_routes: Container[str], shapes: ErrorS
     paths: dict[str, Any] = {}
     secured = False
     for route in routes:
-        described = paths.setdefault(_path(route), {})[route.method.lower()] = _describe(route, schema_of)
         error = _error(shapes.of(route.path))
-        shown = {"application/json": {"schema": {"$ref": _REF + "Error"} if error == components["Error"] else error}}
+        error = {"$ref": _REF + "Error"} if error == components["Error"] else error
+        described = paths.setdefault(_path(route), {})[route.method.lower()] = _describe(route, schema_of, error)
+        shown = {"application/json": {"schema": error}}
         described["responses"] |= {"4XX": {"description": "The request was refused", "content": shown},
                                    "5XX": {"description": "The request failed, or the server takes none now", "content": shown}}
         if route.path not in open_routes:
@@ -73,12 +71,12 @@ def _bodies(route: Route) -> tuple[type[Any], ...]:
     return () if route.body is None else (route.body,)
 
 
-def _describe(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
-    text = route.path in TEXT_ROUTES
-    content: dict[str, Any] = {"text/plain" if text else "application/json":
-                               {"schema": {"type": "string"} if text else schema_of[str(route.answer)]}}
+def _describe(route: Route, schema_of: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    whole = "text/plain" if route.answer is str else "application/json"
+    content = {whole: {"schema": schema_of[str(route.answer)]},
+               **{kind: {"schema": {"description": "Not one JSON value"}} for kind in route.also}}
     if route.event is not None:
-        content["text/event-stream"] = {"schema": schema_of[str(route.event)]}
+        content[EVENTS] = {"schema": {"anyOf": [schema_of[str(route.event)], error]}}
     described: dict[str, Any] = {
         "summary": route.about,
         "operationId": route.method.lower() + _path(route).replace("/", "_").replace("{", "").replace("}", ""),

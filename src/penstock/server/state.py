@@ -6,7 +6,7 @@ from penstock.config.schema import ServerOptions
 from penstock.core.errors import RequestError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.server.connections import Counts
-from penstock.server.errors import UnavailableError
+from penstock.server.dialect import UnavailableError
 from penstock.server.fleet import Fleet, Slot
 from penstock.server.keys import Key
 from penstock.server.limits import Limits

@@ -1,27 +1,37 @@
-"""Objects that outlive a request (responses, conversations, files, batches), in SQLite.
+"""Objects that outlive a request (responses, conversations, files, batches), in SQLite, and over HTTP: whose they are, 404 for
+those that are not there, and pages of lists.
 
 One thread of its own makes all calls, in their order: who reads after a write finds what was written. Objects belong to the
 API key that made them. They have a bound and an age, but for files and batches, which stay until they are deleted or expire."""
 
 import asyncio
 import fcntl
+import re
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from penstock.core.errors import ConfigError, RequestError
 from penstock.observe.log import LOG
+from penstock.server.dialect import json_response
 
 Result = TypeVar("Result")
 
 KEPT = ("response", "events", "conversation")
 """Kinds that leave when they are too old, or the oldest first when there are too many bytes."""
+
+FAILED = "store_failed"
+"""The error's code where the store cannot be used, which may pass: a full disk, say."""
+
+_FILE = "penstock.sqlite3"
 
 _PRUNE_SECONDS = 60.0
 
@@ -43,31 +53,40 @@ class Store:
     """One server's objects. Methods that take a `Database` run in its thread, by `run` or `submit`."""
 
     def __init__(self, folder: str | None, most_bytes: int, most_days: float) -> None:
-        """`folder` None: in memory, gone with the server. ConfigError if it cannot be used or another server uses it."""
+        """`folder` None: in memory, gone with the server. ConfigError if it or its file cannot be used, or another server uses
+        it."""
         self.folder = None if folder is None else Path(folder).expanduser()
         self._most = (most_bytes, most_days * 86400.0)
         self._lock = None if self.folder is None else _locked(self.folder)
         self._thread = ThreadPoolExecutor(1, "penstock-store")
         self._database: Database | None = None
+        try:
+            self._thread.submit(self._do, lambda _: None).result()
+        except sqlite3.Error as error:
+            self.close()
+            raise ConfigError(f"cannot use {self.folder}/{_FILE}: {error}; move it away, or choose another --store") from None
 
     def submit(self, work: "Callable[[Database], Result]") -> Future[Result]:
-        """Has the thread do `work`, from any thread. A failure is logged."""
-        future = self._thread.submit(lambda: work(self._open()))
+        """Has the thread do `work`, from any thread: all its writes or none. A failure is logged."""
+        future = self._thread.submit(lambda: self._do(work))
         future.add_done_callback(_report)
         return future
 
     async def run(self, work: "Callable[[Database], Result]") -> Result:
-        """The result of `work`. RequestError as it raises, 500 if the store cannot be used."""
+        """The result of `work`, of whose writes all or none are made. RequestError as it raises, 500 if the store cannot be
+        used."""
         try:
-            return await asyncio.wrap_future(self._thread.submit(lambda: work(self._open())))
+            return await asyncio.wrap_future(self._thread.submit(lambda: self._do(work)))
         except sqlite3.Error as error:
-            raise RequestError(f"the server's store cannot be used: {error}", code="store_failed", status=500) from error
+            raise RequestError(f"the server's store cannot be used: {error}", code=FAILED, status=500) from error
 
-    def _open(self) -> "Database":
+    def _do(self, work: "Callable[[Database], Result]") -> Result:
         if self._database is None:
-            path = ":memory:" if self.folder is None else str(self.folder / "penstock.sqlite3")
+            path = ":memory:" if self.folder is None else str(self.folder / _FILE)
             self._database = Database(sqlite3.connect(path, check_same_thread=False, isolation_level=None), *self._most)
-        return self._database
+        self._database.sql("begin immediate")
+        with self._database.connection:
+            return work(self._database)
 
     def close(self) -> None:
         """Ends the thread when all calls are done."""
@@ -102,8 +121,7 @@ class Database:
         body = value if isinstance(value, bytes) else msgspec.json.encode(value)
         now = time.time()
         self.sql("insert into objects values(?,?,?,?,?,?) on conflict(kind, id) do update set body=excluded.body, "
-                "size=excluded.size",
-                 kind, name, owner, now if created is None else created, len(body), body)
+                "size=excluded.size", kind, name, owner, now if created is None else created, len(body), body)
         if kind in KEPT:
             self._kept += len(body)
             if self._kept > self.most_bytes or now - self._pruned > _PRUNE_SECONDS:
@@ -124,6 +142,9 @@ class Database:
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         where, values = "kind=? and owner=? and substr(id, 1, ?)=?", [kind, owner, len(stem), stem]
         if after is not None:
+            if self.get(kind, after, owner) is None:
+                raise RequestError(f"the page begins behind {after[:100]!r}, which is not in the list; it never was, or was "
+                                   "deleted", param="after")
             where += f" and (created, id) {sign} (select created, id from objects where kind=? and id=?)"
             values += [kind, after]
         rows = self.sql(f"select body from objects where {where} order by created {order}, id {order} limit ?",
@@ -169,3 +190,70 @@ def _locked(folder: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot use the folder {folder}: {error.strerror}; choose another --store") from None
     return lock
+
+
+class Ref(NamedTuple):
+    """The object that a request's path names, as its owner's."""
+
+    kind: str
+    name: str
+    owner: str
+
+    def read(self, database: Database) -> dict[str, Any]:
+        """The object. RequestError 404 if there is none."""
+        found = database.get(*self)
+        if found is None:
+            raise missing(self.kind, self.name)
+        value: dict[str, Any] = msgspec.json.decode(found)
+        return value
+
+    def delete(self, database: Database) -> None:
+        """Deletes the object. RequestError 404 if there is none."""
+        if not database.delete(*self):
+            raise missing(self.kind, self.name)
+
+
+def ref(http: Request, kind: str) -> Ref:
+    """The object that the path's parameter of the name `kind` names."""
+    return Ref(kind, http.path_params[kind], whose(http))
+
+
+def whose(http: Request) -> str:
+    """The owner of objects that a request makes and sees."""
+    return owner_of(http.scope["api_key"])
+
+
+def missing(kind: str, name: str) -> RequestError:
+    """404 for an object that is not there, or is another's."""
+    return RequestError(f"{kind.capitalize()} with id {name!r} not found; it never was, was deleted, or was the oldest "
+                        "(--store-days, --store-bytes)", param="id", code="not_found", status=404)
+
+
+def number(text: str) -> int | None:
+    """A whole number of a query or a form; None for anything else, and for one of more than nine digits."""
+    return int(text) if re.fullmatch("-?[0-9]{1,9}", text) else None
+
+
+class Asked(NamedTuple):
+    """The part of a list that a query asks for."""
+
+    after: str | None
+    limit: int
+    newest_first: bool
+
+
+def asked(http: Request, most: int = 100) -> Asked:
+    """The query's after, limit and order. RequestError naming the one at fault."""
+    query = http.query_params
+    limit, order = query.get("limit", "20"), query.get("order", "desc")
+    if not 1 <= (number(limit) or 0) <= most:
+        raise RequestError(f"limit is {limit!r}; possible are 1 to {most}", param="limit")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order is {order!r}; possible are asc and desc", param="order")
+    return Asked(query.get("after"), int(limit), order == "desc")
+
+
+def listed(data: Sequence[dict[str, Any]], more: bool) -> Response:
+    """A page of objects."""
+    return json_response({"object": "list", "data": data, "first_id": data[0]["id"] if data else None,
+                          "last_id": data[-1]["id"] if data else None, "has_more": more})

@@ -1,8 +1,7 @@
 """Tenants of the cache, and the salts of their namespaces, derived from API keys.
 
-The time to first token reveals whether a prompt was cached, so requests with different keys never share cached pages. The salt
-is a keyed hash made here, never a name sent by a client, so no client can choose another's namespace. A request's own
-cache_salt divides its tenant's namespace further."""
+The time to first token reveals whether a prompt was cached, so requests of different keys share no cached pages. The salt is a
+keyed hash made here, no name of a client's: no client can choose another's namespace. A cache_salt divides it further."""
 
 import contextlib
 import os

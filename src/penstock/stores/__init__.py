@@ -1,13 +1,12 @@
 """Persistent stores for pages: one small interface, implemented on disk, in object stores and in Redis.
 
-A store maps names to byte strings. The reader verifies integrity, identity and version (`stores/record.py`), so a store that
-loses, truncates or mixes up data costs time but never a wrong token. Stores know neither tensors nor the prefix index. Their
-operations raise only OSError or subclasses and may be called from many threads."""
+A store maps names to byte strings. The reader verifies integrity, identity and version (`stores/record.py`), so lost, truncated
+or mixed-up data costs time, never a wrong token. Stores raise only OSError, and serve many threads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 
 
 class Entry(NamedTuple):
@@ -28,27 +27,21 @@ class Store(Protocol):
 
     def write(self, name: PageName, parts: Sequence[memoryview]) -> None:
         """Writes the concatenated parts atomically: readers see all of them or nothing."""
-        ...
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
         """Reads into the parts in order and returns the number of bytes read. FileNotFoundError if there is no such page."""
-        ...
 
     def touch(self, name: PageName) -> None:
         """Records that a page was used now, if the store tracks the order of use."""
-        ...
 
     def delete(self, name: PageName | str) -> None:
         """Deletes an entry. It is no error if there is none."""
-        ...
 
     def changes(self) -> tuple[list[Entry], list[PageName | str]]:
         """Entries added and names removed by any engine since the last call; the first call lists everything. May take long."""
-        ...
 
     def close(self) -> None:
         """Closes connections. The pages stay."""
-        ...
 
 
 def fill(parts: Sequence[memoryview], data: bytes | bytearray) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import Entry
 from penstock.stores.folder import DESCRIPTION, INCOMING, PAGES, CacheFolder, page_of
 from penstock.stores.version import Version

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 
 LOG = logging.getLogger("penstock")
 

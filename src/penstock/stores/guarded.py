@@ -1,7 +1,6 @@
 """A wrapper that shields the tiers from a disk, bucket or server that is full, unreachable, slow or misbehaving.
 
-The store is opened on first use and reopened after a failure, so an engine starts without it and uses it once it is available.
-Every exception of the store is raised as OSError."""
+The store is opened on first use and again after a failure, so an engine starts without it. All it raises becomes OSError."""
 
 import logging
 import threading
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from penstock.core.errors import ConfigError
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import Entry, Store
 from penstock.stores.disk import DiskStore
 
@@ -29,8 +28,7 @@ class GuardedStore:
     """A store that is opened lazily and reopened after failures. The engine's and the worker's half each have their own."""
 
     def __init__(self, tier: str, name: str, connect: Callable[[], Store]) -> None:
-        """`name` is the user's name of the store. `connect` opens it: OSError if it is unavailable now, ConfigError if it can
-        never be opened."""
+        """`name` is the user's name of the store; `connect` opens it: OSError if unavailable now, ConfigError if for good."""
         self.tier = tier
         self._name = name
         self._connect = connect

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import Entry
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from penstock.core.errors import ConfigError
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import Entry, fill
 from penstock.stores.folder import parse
 from penstock.stores.listing import Listing
@@ -58,8 +58,7 @@ class ObjectStore:
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
         # Read no more than fits: the object may have any size.
-        most = sum(part.nbytes for part in parts)
-        return fill(parts, self._files.cat_file(self._path(name), start=0, end=most))
+        return fill(parts, self._files.cat_file(self._path(name), start=0, end=sum(part.nbytes for part in parts)))
 
     def touch(self, name: PageName) -> None:
         """Does nothing: buckets do not track the order of use."""

@@ -1,5 +1,4 @@
-"""Opens the stores that the user's options name: the kinds of stores, and the URL schemes of each. The engine's half and the
-ranks open their own; they share only the stored data."""
+"""Opens stores by the user's options: their kinds and URL schemes. Engine and ranks open their own, and share only the data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

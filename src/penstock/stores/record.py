@@ -1,8 +1,7 @@
 """The record format of a page in a store: a header that identifies the page, followed by the page's bytes.
 
-Header, 80 bytes, little-endian: magic, version (16 bytes), cache group (4), key (32), length of the page (8), checksum of the
-page (4, `checksum`), CRC-32 of the header so far (4), zeros. The checksums detect damage, not tampering: any process that can
-write to the store can forge pages."""
+Header, 80 bytes, little-endian: magic, version (16 bytes), cache group (4), key (32), the page's length (8), its `checksum`
+(4), CRC-32 of all this (4), zeros. The checksums detect damage, not tampering: who can write to the store can forge pages."""
 
 import struct
 import zlib
@@ -10,7 +9,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 
 _FIELDS = struct.Struct("<8s16sI32sQI")
 _CRC = struct.Struct("<I")

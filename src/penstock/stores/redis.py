@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from penstock.core.errors import ConfigError
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import Entry
 from penstock.stores.listing import Listing
 from penstock.stores.version import Version

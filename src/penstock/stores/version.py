@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from penstock.core.layout import CacheLayout
+from penstock.core.state import CacheLayout
 
 FORMAT = 3
 """The format version of `stores/`; incremented when old pages must not be read any more."""

@@ -1,7 +1,5 @@
 """Vocabularies in tokenizer.json, run by the tokenizers library: encoding, and the text of each token."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -38,8 +36,7 @@ class FastVocabulary:
     def __init__(self, path: Path, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
         """`settings` is tokenizer_config.json; `named` are the special tokens by role. ModelError if the file is corrupt."""
         try:
-            text = path.read_text(encoding="utf-8")
-            self._core = tokenizers.Tokenizer.from_str(text)
+            self._core = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # noqa: BLE001 (the library raises plain Exception)
             raise ModelError(f"{path} is not a usable tokenizer: {error}. Download it again, or use a version of the "
                              f"tokenizers library that knows it (this is {tokenizers.__version__})") from None

@@ -64,8 +64,7 @@ def _with_tool_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for place, message in enumerate(messages):
         if "function_call" in message and "tool_calls" not in message:
             identifier = f"call{place:05d}"
-            call = {"id": identifier, "type": "function", "function": message.pop("function_call")}
-            message["tool_calls"] = [call]
+            message["tool_calls"] = [{"id": identifier, "type": "function", "function": message.pop("function_call")}]
         elif message["role"] == "function":
             message.setdefault("tool_call_id", identifier)
     return messages

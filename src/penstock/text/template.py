@@ -148,16 +148,14 @@ class ChatTemplate:
                documents: Sequence[Mapping[str, Any]] | None = None, **variables: Any) -> str:
         """The conversation as one text, special tokens spelled out: encode it without adding any.
 
-        `tools` are OpenAI's tool objects. `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves
-        the last message open instead, to be continued. Other `variables` are for the template (enable_thinking, ...).
-        RequestError, with the template's own message, if it refuses."""
+        `tools`: OpenAI's. `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message
+        open. Other `variables` are the template's (enable_thinking, ...). RequestError, with its message, if it refuses."""
         compiled = self._choose(bool(tools))
         if continue_final_message and add_generation_prompt:
             raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True. Leave one out",
                                param="continue_final_message", code="invalid_value")
         check_variables(variables)
-        checked = chat.check(messages)
-        shaped = chat.shape(checked, compiled.shape)
+        shaped = chat.shape(chat.check(messages), compiled.shape)
         if continue_final_message:
             shaped[-1] = _marked(shaped[-1])
         given = {**variables, "messages": shaped, "tools": list(tools) if tools else None,

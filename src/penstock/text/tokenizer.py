@@ -96,9 +96,8 @@ class Tokenizer:
                     shown: Sequence[int] = ()) -> Detokenizer:
         """A stream whose pushes and flush, joined, give `decode` of all its ids.
 
-        `after` are tokens that come before them, such as the prompt, whose text the stream continues: a space that decoding
-        removes from the front of a text is kept between the two, and a character that began there is completed here. `shown`
-        are special tokens that are not skipped."""
+        `after`: tokens before them, such as the prompt, whose text the stream continues: a space that decoding strips from a
+        text is kept between the two, and a character that began there is completed. `shown`: special tokens not skipped."""
         hidden = self.special_ids.difference(shown) if skip_special_tokens else frozenset()
         return self._vocabulary.detokenizer(hidden, after)
 
@@ -115,8 +114,7 @@ class Tokenizer:
         return self._vocabulary.name_of(token) if 0 <= token < self.vocab_size else None
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of the token alone. Joined over a text without special tokens these are the text's bytes, except for the
-        space that some vocabularies add in front."""
+        """The token's bytes. Joined over a text without special tokens they are its bytes, but for a space in front of some."""
         return self._vocabulary.bytes_of(token) if 0 <= token < self.vocab_size else b""
 
     def token_text(self, token: int) -> str:

@@ -15,7 +15,7 @@ from penstock.layers.step import BASE, Adapted, Apart, Base
 from penstock.models.adapters import APART, EMBEDDING, HEAD, Weights
 from penstock.ops.linear import Weight
 from penstock.ops.lora import Groups, LoraOps, Slabs, size, write
-from penstock.worker.staging import Staging, upload
+from penstock.worker.rows import Staging, upload
 
 
 class Adapters:

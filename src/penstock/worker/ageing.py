@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from penstock.core.layout import CacheLayout
-from penstock.core.state import Field, StateSpec
+from penstock.core.state import CacheLayout, Field, StateSpec
 from penstock.ops.codec import aged
 
 
@@ -29,8 +28,7 @@ class Ageing:
                 continue
             new = {field.name: place for field, place in _places(state.behind, self._here.page, to)}
             for field, (begin, end) in _places(state, self._here.page, at):
-                coding = aged(field.shape[-1])
-                codes, scales = coding.encode(_numbers(young[:, begin:end], field))
+                codes, scales = aged(field.shape[-1]).encode(_numbers(young[:, begin:end], field))
                 for name, part in ((field.name, codes), (f"{field.name}_scale", scales)):
                     assert part is not None
                     found[:, slice(*new[name])] = part.contiguous().view(torch.uint8).view(count, -1)

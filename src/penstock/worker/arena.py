@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.core.layout import CacheLayout, Group
 from penstock.core.plan import Move
-from penstock.core.state import Field, StateSpec
+from penstock.core.state import CacheLayout, Field, Group, StateSpec
 from penstock.layers.step import StateView
 
 
 def own_pages(size: int) -> torch.Tensor:
-    """Page-aligned host memory that shares no system page with other allocations, as pinning requires: neighbouring tensors on
-    a heap may share a page, which cannot be registered twice."""
+    """Page-aligned host memory that shares no system page with others, as pinning requires: none can be registered twice."""
     pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8, count=max(1, size))[:size]
 

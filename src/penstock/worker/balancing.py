@@ -13,7 +13,7 @@ from penstock.layers.experts import Experts
 from penstock.observe.log import LOG
 from penstock.parallel.group import Group
 from penstock.parallel.placement import Move, balancing, exchanges, moved, round_robin
-from penstock.worker.staging import Arriving
+from penstock.worker.rows import Arriving
 
 _EACH = 8
 """The most moves of a layer after one look at the counts."""

@@ -90,8 +90,7 @@ class DraftTraining:
         windows = self._windows[picked]
         head, columns = self.head, self.head.targets()
         embeds, taps, wanted = (torch.stack(parts) for parts in zip(*map(self._target, windows), strict=True))
-        length = windows.shape[1] - 2
-        places = torch.arange(length, device=embeds.device)
+        places = torch.arange(windows.shape[1] - 2, device=embeds.device)
         seen = (places[:, None] >= places)[None].expand(len(windows), -1, -1)
         positions = places[None].expand(len(windows), -1)
         # At place t the head predicts the target's choice behind the token at t + 1.

@@ -19,9 +19,8 @@ from penstock.core.state import StateSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import StateView
 from penstock.worker.graphs import Graphs
-from penstock.worker.rows import Rows
+from penstock.worker.rows import Rows, upload
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, Sampler
-from penstock.worker.staging import upload
 from penstock.worker.verify import STRICT, Verified
 
 if TYPE_CHECKING:
@@ -175,10 +174,9 @@ class LoadedDrafter:
         return self.model
 
     def detach(self) -> None:
-        """Lets go of the arena."""
+        """Lets go of the arena. It may start again in another."""
         if self.model is not None:
             self.model.detach()
-        self.model = None
 
 
 class Drafter(Protocol):
@@ -189,16 +187,14 @@ class Drafter(Protocol):
         forward pass, so that drafters with a cache of their own can follow the rows; pages exist for all of the plan's
         positions. Where `StepPlan.rests`, there is nothing to draft, and what can be left out should be: `follow` is. A drafter
         that says how likely its drafts are kept returns `StepResult.chances`, on the device."""
-        ...
 
     def leave(self, rows: list[int]) -> None:  # noqa: ARG002
         """Called before rows are given up, while their tokens are there."""
         return
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
-        """Enqueues a drafter's own part of a step whose tokens are chosen, if `LoadedDrafter.follows`. `ends`: the target's
-        hidden states of the logits rows, perhaps padded; those of all tokens are where `Decoder.tap` said. `verified`: None if
-        each logits row's token is certain."""
+        """Enqueues a drafter's part of a step with chosen tokens, if `LoadedDrafter.follows`. `ends`: the logits rows' hidden
+        states, perhaps padded; all tokens' are where `Decoder.tap` said. `verified`: None if all are certain."""
         return
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from penstock.core.layout import CacheLayout
 from penstock.core.plan import Enter, Ints, StepPlan, Want
 from penstock.core.sampling import SamplingParams
+from penstock.core.state import CacheLayout
 
 _EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20)
 """Sampling parameters that take the most memory."""

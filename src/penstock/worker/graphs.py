@@ -2,7 +2,7 @@
 
 Decode steps (one token per segment) and small mixed steps replay a graph: the host enqueues one launch instead of hundreds.
 Larger steps run eagerly, because the device takes longer to run them than the host to enqueue them. For decode steps whose rows
-use no sampling parameter but temperature, sampling is captured too, so that a whole step is one launch."""
+use no sampling parameter but temperature, sampling is captured too, so that a whole step is one launch. `Runner` chooses."""
 
 import bisect
 import time
@@ -17,11 +17,13 @@ from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import Delta
 from penstock.models.adapters import APART, EMBEDDING, HEAD
+from penstock.parallel.lockstep import Lockstep
+from penstock.parallel.pipe import Pipe
 from penstock.worker.adapters import Adapters
 from penstock.worker.dummy import dummy_plan, filled, spread
 from penstock.worker.rows import Rows
-from penstock.worker.sampler import MAX_LOGITS_ROWS, Sampler
-from penstock.worker.step import Bucket, Parts, Picks, StepBuilder, picks_of
+from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, Sampler
+from penstock.worker.step import Branches, Bucket, Parts, Picks, StepBuilder, picks_of
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -29,11 +31,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _SAMPLE = int(Want.SAMPLE)
 _MIXED = (8, 16, 32, 64, 96, 128, 192, 256, 320, *range(384, 2049, 128), 2304, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
-"""Bucket sizes of mixed steps, in tokens. GEMM tiles have 64 or 128 rows, so padding to these sizes costs little;
-few drafts of one sequence fit into the first two."""
+"""Bucket sizes of mixed steps, in tokens. GEMM tiles have 64 or 128 rows, so padding to these sizes costs little; few drafts of
+one sequence fit into the first two."""
 _ANY = 4096
-"""Tokens up to which a mixed step replays its graph whatever its segments are. In larger ones, segments that a vendor library
-computes are worth the launches of an eager step."""
+"""Tokens up to which any mixed step replays its graph. In larger ones, a vendor library's segments are worth an eager step."""
 _SEGMENTS = 256
 """Maximum segments of a captured mixed step: attention launches a program for each possible segment."""
 _DECODE = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 1025, 128))
@@ -77,9 +78,8 @@ class Buckets:
 class Graphs:
     """CUDA graphs of one worker. Call `capture` once, after the cache and the rows are allocated, then `forward`."""
 
-    def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int,
-                 stream: torch.cuda.Stream, sampler: Sampler, adapters: Adapters | None = None,
-                 drafts: bool = False) -> None:
+    def __init__(self, model: Decoder, rows: Rows, page: int, max_num_seqs: int, max_tokens: int, stream: torch.cuda.Stream,
+                 sampler: Sampler, adapters: Adapters | None = None, drafts: bool = False) -> None:
         """`adapters`: captures each bucket a second time, for steps with adapters. `drafts`: steps may verify drafts."""
         self.model = model
         self._adapters = adapters if adapters is not None and adapters.slabs is not None else None
@@ -207,3 +207,68 @@ class Graphs:
             self._deltas(plan, bucket, picks)
         self._decodes[bucket, adapted].replay()
         return room
+
+
+class Runner:
+    """One model on the rows of a worker."""
+
+    def __init__(self, model: Decoder, rows: Rows, page: int) -> None:
+        self.model = model
+        self.builder = StepBuilder(model, rows, page)
+        self.graphs: Graphs | None = None
+        self.adapters: Adapters | None = None
+        self.pipe: Pipe | None = None
+        """The links of a pipeline stage."""
+
+    def begin_at(self, length: torch.Tensor) -> None:
+        """Segments with slack begin at these numbers of known tokens [row]."""
+        self.builder.length = length
+        if self.graphs is not None:
+            self.graphs.builder.length = length
+
+    def forward(self, plan: StepPlan, every: bool = False, behind: Ints | None = None, branches: Branches | None = None,
+                reach: Ints | None = None) -> tuple[torch.Tensor, torch.Tensor, LogitsRows]:
+        """Returns hidden states of all tokens if `every`, hidden states of the logits rows (possibly padded), and the logits
+        rows' owners. `behind`, `reach`: as in `StepBuilder.fill`. `branches`: of draft trees."""
+        picks = picks_of(plan)
+        count = len(picks.segments)
+        adapted = self.adapters is not None and self.adapters.adapted(plan)
+        # CUDA graphs return neither the hidden states of all tokens, nor embeddings that adapters have changed.
+        eager = every or branches is not None or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING, APART))
+        found = self.graphs.bucket(plan, count) if self.graphs is not None and not eager else None
+        if self.model.lockstep is not None:
+            found = self._agreed(self.model.lockstep, plan, count, found)
+        bucket = self.builder.bucket(plan, count) if found is None else found
+        if self.pipe is not None and not self.model.spec.begins:
+            self.pipe.receive(self.model.entry(bucket.tokens))
+        if self.graphs is not None and found is not None:
+            builder = self.graphs.builder
+            ends = builder.ends(count, bucket)
+            hidden, parts = self.graphs.forward(plan, bucket, picks, behind, adapted, reach)
+            # The next step may replay the graph that the stream lies in.
+            self._pass_on(hidden, copied=True)
+            if bucket.tokens == bucket.segments and count < len(plan.rows):
+                hidden = hidden.index_select(0, builder.heads(parts, ends))
+            return hidden, hidden[:ends], builder.lines(parts, plan, picks)
+        builder = self.builder
+        ends = builder.ends(count, bucket)
+        parts = builder.fill(plan, bucket, picks, behind=behind, reach=reach)
+        step = builder.step(bucket, parts, None if every or count == int(plan.counts.sum()) else ends, branches=branches)
+        if adapted and self.adapters is not None:
+            own = None if step.division is None else step.division.tokens
+            step.delta, step.end_delta = self.adapters.deltas(plan, bucket.tokens, ends, picks.segments, own=own)
+        hidden = self.model.forward(step)
+        self._pass_on(hidden)
+        at = hidden.index_select(0, builder.heads(parts, ends)) if every else hidden[:ends]
+        return hidden, at, builder.lines(parts, plan, picks)
+
+    def _agreed(self, lockstep: Lockstep, plan: StepPlan, count: int, bucket: Bucket | None) -> Bucket | None:
+        """The bucket of a captured step, which all ranks must replay together: of decode steps of the size of the largest."""
+        decodes = bucket is not None and bucket.tokens == bucket.segments
+        tokens = bucket.tokens if bucket is not None and decodes else self.builder.bucket(plan, count).tokens
+        return Bucket(lockstep.most, lockstep.most) if lockstep.begin(tokens, decodes) else None
+
+    def _pass_on(self, stream: torch.Tensor, copied: bool = False) -> None:
+        """Sends a stage's result to the next."""
+        if self.pipe is not None and not self.model.spec.ends:
+            self.pipe.send(stream.clone() if copied else stream)

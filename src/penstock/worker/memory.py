@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from penstock.config.resolve import EngineConfig, MemoryLimits, MemoryPlan, cache_room, check_host, check_room, plan_memory
-from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError, first_line
-from penstock.core.layout import lay_out
+from penstock.core.rank import DeviceFacts, Occupancy
 from penstock.core.sampling import MAX_OPEN_LIST_WORDS
-from penstock.core.state import StateSpec
+from penstock.core.state import StateSpec, lay_out
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
 from penstock.models.away import PLACES
@@ -235,8 +234,7 @@ def largest_steps(tokens: int, rows: int, max_model_len: int, contexts: Sequence
 
 
 def configure_allocator() -> None:
-    """Enables the allocator's expandable segments against fragmentation by steps of many sizes. Must run before the first GPU
-    allocation; settings in the environment take precedence."""
+    """Enables expandable segments against fragmentation, before the first GPU allocation; the environment comes first."""
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001 (no public way)
 

@@ -8,9 +8,8 @@ import torch
 
 from penstock.core.plan import Hidden, Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
-from penstock.worker.rows import Rows
+from penstock.worker.rows import Rows, to_host
 from penstock.worker.sampler import MAX_LOGITS_ROWS
-from penstock.worker.staging import to_host
 
 Places = npt.NDArray[np.integer[Any]]
 
@@ -65,8 +64,7 @@ class Reports:
                 x = x.to(hidden.dtype)
             else:
                 x = at(firsts[some] + (0 if model.spec.whole else plan.counts[some] - 1))
-            logits = model.whole(model.head(x))
-            for segment, line in zip(some.tolist(), logits, strict=True):
+            for segment, line in zip(some.tolist(), model.whole(model.head(x)), strict=True):
                 wanted = rows.labels[int(plan.rows[segment])]
                 self._labels.append((segment, [to_host(line[wanted] if wanted else line)]))
 
@@ -74,8 +72,7 @@ class Reports:
     def hidden(self) -> Hidden | None:
         if not self._parts:
             return None
-        values = [part.numpy() for part in self._parts]
-        return Hidden(np.concatenate(self._segments), np.concatenate(values))
+        return Hidden(np.concatenate(self._segments), np.concatenate([part.numpy() for part in self._parts]))
 
     @property
     def labels(self) -> list[tuple[int, npt.NDArray[np.float32]]]:

@@ -14,7 +14,6 @@ import torch
 import zmq
 
 from penstock.core import child
-from penstock.core.child import Failed
 from penstock.core.control import BEAT_SECONDS, CALLS, STEPS, Answer, Beat, Drafted, Loading, Said, Stepped, Told
 from penstock.core.errors import ConfigError, ModelError
 from penstock.core.wire import decoder, encode
@@ -23,6 +22,8 @@ from penstock.worker.worker import Launched
 
 _IDLE_MS = 1
 """A rank waits so long for a plan before it takes part in other engines' steps without one."""
+_END_MS = 1000
+"""A rank that others have left waits so long to be told of the end, which is else a loss."""
 _WATCH_SECONDS = 2e-5
 """The interval at which a step on the device is looked at while no message comes."""
 
@@ -51,7 +52,7 @@ class Loop:
             except Exception as error:
                 if not self.rank.renews:
                     raise
-                self._say(Failed.of(error))
+                self._say(child.Failed.of(error))
                 while (told := self._read(self._inbox.recv())).call not in ("leave", "close"):
                     pass
             if told is not None and told.call not in STEPS:
@@ -69,7 +70,12 @@ class Loop:
             time.sleep(_WATCH_SECONDS)
         while self.rank.together and not self._inbox.poll(_IDLE_MS):
             if self.rank.called:
-                self.rank.follow()
+                try:
+                    self.rank.follow()
+                except RuntimeError:
+                    # At the end of all, other engines' ranks may leave before this one is told to.
+                    if not self._inbox.poll(_END_MS):
+                        raise
         return self._read(self._inbox.recv())
 
     def _step(self, told: Told) -> None:
@@ -90,7 +96,7 @@ class Loop:
         try:
             value = getattr(self.rank, told.call)(*arguments)
         except (ConfigError, ModelError) as error:
-            self._say(Failed.of(error))
+            self._say(child.Failed.of(error))
             return
         self._say(Answer(msgspec.Raw(encode(value))))
 

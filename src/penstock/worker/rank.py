@@ -14,20 +14,16 @@ import torch
 
 from penstock import models
 from penstock.checkpoint import dtype_of, resolve_folder
-from penstock.config.options import balancing
 from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
-from penstock.config.schema import EngineOptions
-from penstock.core.device import DeviceFacts
+from penstock.config.schema import EngineOptions, balancing
 from penstock.core.errors import ConfigError
-from penstock.core.layout import CacheLayout
 from penstock.core.plan import Ints, StepPlan
-from penstock.core.rank import Loaded, Prepared, Survey
+from penstock.core.rank import DeviceFacts, Loaded, Prepared, Survey
+from penstock.core.state import CacheLayout
 from penstock.models import adapters
 from penstock.models.weights import Progress
 from penstock.observe.log import LOG
-from penstock.ops import compile as compiling
-from penstock.ops import gpu, registry
-from penstock.ops.compile import Compilation
+from penstock.ops import compile as compiling, gpu, registry
 from penstock.ops.lora import Slabs
 from penstock.parallel.axis import ALONE, Place
 from penstock.parallel.mesh import Mesh, join
@@ -77,7 +73,7 @@ class Rank:
             torch.cuda.set_device(name)
         self._device = torch.device(name)
         self._compiles = self._facts.kind == "cuda" and compiling.watch()
-        self._compilations: list[Compilation] = []
+        self._compilations: list[compiling.Compilation] = []
         self._drafter: LoadedDrafter | None = None
         self._model: models.Decoder | None = None
         self._adapters: adapters.AdapterReader | None = None
@@ -133,11 +129,13 @@ class Rank:
         self._draft = None if config.speculation is None else drafters.survey(
             config.speculation, self._folder, self._checkpoint, self._whole, config.max_model_len,
             self._options.load_format == "dummy")
-        if self._draft is not None and self._draft.head is not None and self._place.datas > 1:
-            raise ConfigError(f"speculate {self._draft.asked.method} is not possible where replicas share experts "
-                              "(enable_expert_parallel with data_parallel_size); use ngram, or leave one out")
-        memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy,
-                     self._kernels)
+        if self._draft is not None and self._place.stages > 1:
+            drafters.check_stages(self._draft)
+        if self._draft is not None and self._draft.head is not None and max(self._place.datas, self._place.contexts) > 1:
+            raise ConfigError(f"speculate {self._draft.asked.method} is not possible with context_parallel_size, nor where "
+                              "replicas share experts (enable_expert_parallel with data_parallel_size); use ngram, or leave "
+                              "one out")
+        memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy, self._kernels)
 
     @property
     def _specs(self) -> list[models.ModelSpec]:
@@ -335,20 +333,19 @@ class Rank:
         for compiled in self._compilations:
             compiled.close()
         # Drop the weights first, so that the worker can return their memory to the driver.
-        self._model = self._adapters = None
+        self._model = self._adapters = self._drafter = None
         if self._worker is not None:
             self._worker.close()
-        self._drafter = None
         self._mesh.close()
 
 
 def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,
-                device: torch.device) -> Compilation | None:
+                device: torch.device) -> compiling.Compilation | None:
     """Starts compiling the kernels that steps launch, in other processes, while weights load."""
     chip = gpu.chip(device)
     manifest = compiling.Manifest(spec, config, kernels.table(), chip)
     jobs = manifest.jobs()
-    found = Compilation(jobs or (), chip.capability)
+    found = compiling.Compilation(jobs or (), chip.capability)
     if jobs is None:
         try:
             manifest.keep(rehearse(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.core.layout import lay_out
+from penstock.core.state import lay_out
 from penstock.layers.build import Values
 from penstock.layers.decoder import Decoder
 from penstock.layers.draft_head import Join
@@ -38,16 +38,14 @@ _INTS = torch.int32
 def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int, tokens: int, max_model_len: int, page: int,
              graph_tokens: int, chip: Chip, adapters: tuple[int, int] | None = None,
              found: Callable[[Job], object] = id) -> list[Job]:
-    """The kernels that steps of up to `tokens` tokens and `rows` segments launch, without values. `adapters`: as configured.
-    `found` is called with each at once."""
+    """Kernels of steps of up to `tokens` tokens and `rows` segments, each told to `found`; `adapters`: as configured."""
     kernels = _without_values(kernels)
     with recording(chip, found) as jobs, torch.inference_mode():
         model, groups = _model(spec, kernels, dtype, max_model_len, page)
         known = torch.empty(rows, max_model_len, dtype=_INTS, device=_META)
         tables = [torch.empty(rows, -(-max_model_len // page), dtype=_INTS, device=_META)] * groups
         slabs = None if adapters is None else Slabs(layout(model.spec), *adapters, dtype, _META)
-        # An eager step may need any number of hidden states, and all of them if a prompt is scored. This one first: its kernels
-        # take longest to compile.
+        # An eager step may need any number of hidden states, all for scored prompts. First, as its kernels compile longest.
         _forward(model, Bucket(tokens, 1), known, tables, page, None)
         # Any number of rows may be sampled after any step.
         for lines in _examples(1, tokens) if spec.ends and not spec.head.borrowed else ():
@@ -122,8 +120,7 @@ def _without_values(kernels: Kernels) -> Kernels:
 
 
 def buckets(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Bucket]:
-    """Returns the buckets of captured steps, and sample buckets of eager steps. Steps of any size may run eagerly, because no
-    graph is large enough or because prompts are scored."""
+    """Buckets of captured steps, and samples of eager ones, of any size: where no graph serves or prompts are scored."""
     eager = {Bucket(size, segments) for size in _examples(1, fitted(tokens)) for segments in (1, min(fitted(rows), size))}
     padded = Buckets(graph_tokens, rows, max_model_len).all() if graph_tokens else []
     return sorted(eager.union(padded), key=lambda bucket: (bucket.tokens, bucket.segments))

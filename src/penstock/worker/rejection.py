@@ -11,9 +11,8 @@ import torch
 from penstock.ops import noise
 from penstock.ops.sample_table import Column, Feature
 from penstock.worker.drafting import Drafting
-from penstock.worker.rows import Rows
+from penstock.worker.rows import Rows, upload
 from penstock.worker.sampler import LogitsRows, Sampled
-from penstock.worker.staging import upload
 
 _DRAW, _ACCEPT, _REST = 0x1234567, 0x2345671, 0x3456712
 """Salts of the noise that draws drafts, accepts them, and draws the token behind them."""

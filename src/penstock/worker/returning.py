@@ -1,4 +1,5 @@
-"""The way of chosen tokens from a pipeline's last stage to the rows of its first, on the device.
+"""The way of tokens between a pipeline's stages, on the device: chosen ones from the last stage to the rows of the first, and
+drafts from the first to the others.
 
 The first stage takes in a step's tokens when a later one needs one of its rows: none waits for what it does not need."""
 
@@ -10,9 +11,9 @@ import torch
 
 from penstock.core.plan import Ints, StepPlan
 from penstock.parallel.pipe import Pipe
-from penstock.worker.rows import Rows
+from penstock.worker.drafting import Drafting
+from penstock.worker.rows import Rows, Staging
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import Staging
 
 
 class Returning:
@@ -28,6 +29,16 @@ class Returning:
         """The last stage's: those of a step."""
         self._pipe.send_back(torch.cat(list(tokens)))
 
+    def hand_on(self, drafting: Drafting, *, first: bool, last: bool) -> None:
+        """Has every stage verify, or compute, the drafts that the first one has written."""
+        places = drafting.places(drafting.count)
+        if not first:
+            found = torch.empty(len(places[0]), dtype=torch.int32, device=self._rows.device)
+            self._pipe.receive(found)
+            self._rows.tokens[places] = found
+        if not last:
+            self._pipe.send(self._rows.tokens[places])
+
     def expect(self, lines: LogitsRows) -> None:
         """The first stage's: the tokens of a step that was launched."""
         if len(lines.rows):
@@ -35,7 +46,8 @@ class Returning:
 
     def take(self, plan: StepPlan) -> None:
         """Takes in what is on its way to rows of a plan, before the plan is applied."""
-        touched = {*plan.rows.tolist(), *(enter.row for enter in plan.enter)}
+        # A drafter may keep the tokens of rows that leave.
+        touched = {*plan.rows.tolist(), *plan.leave, *(enter.row for enter in plan.enter)}
         needed = max((i for i, (rows, _) in enumerate(self._expected, 1) if not touched.isdisjoint(rows.tolist())), default=0)
         for _ in range(needed):
             rows, positions = self._expected.popleft()

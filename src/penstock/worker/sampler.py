@@ -1,29 +1,31 @@
-"""Chooses tokens from logits: decides which of the operations in `ops/sample.py` a step needs, and launches them.
+"""Chooses tokens from logits: decides which of the operations in `ops/sample.py` a step needs, and launches them; log
+probabilities of sampled tokens and of prompts, and their copies to the host.
 
 A row's choice depends on its own logits, parameters, seed and position alone.
 
 Order, as in vLLM: masks, edits (allowed tokens, bias, bad words, minimum length), penalties, temperature, min_p, top_k, top_p,
-draw.
-Reported log probabilities are those of the model's own logits, before all of that.
+draw. Reported log probabilities are of the model's own logits.
 
-Nothing here synchronises the device: copies to the host are enqueued when `launch` returns."""
+Nothing here synchronises the device: copies to the host are enqueued when `launch` returns.
 
-from collections.abc import Iterator
+Where ranks each have a share of the vocabulary, `border` finds the threshold of filters without gathering logits: a number of
+32 bits that sorts like its logit, eight bits at a time. Each rank adds up the weight of its tokens by their next eight bits,
+the ranks exchange these 256 sums, and go on below the same bits. Sums are float64."""
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.plan import Ints
+from penstock.core.plan import Ints, Logprobs, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.ops.sample import SampleOps
-from penstock.ops.sample_table import Feature
-from penstock.worker.borders import border
-from penstock.worker.rows import Rows
-from penstock.worker.scoring import Scores
-from penstock.worker.staging import Outbox, Staging, to_host
+from penstock.ops.sample_table import Column, Feature
+from penstock.parallel.group import Group
+from penstock.worker.rows import Outbox, Rows, Staging, to_host
 
 _EDITED = int(Feature.EDIT | Feature.ALLOWED)
 _CHANGED = _EDITED | int(Feature.PENALTY)
@@ -75,7 +77,7 @@ MAX_LOGITS_ROWS = 256
 class Sampled:
     """Sampled tokens. The host may read them once the device has run the work of `Sampler.launch`."""
 
-    def __init__(self, tokens: torch.Tensor, scores: Scores | None, probabilities: torch.Tensor | None = None) -> None:
+    def __init__(self, tokens: torch.Tensor, scores: "Scores | None", probabilities: torch.Tensor | None = None) -> None:
         self.chosen = tokens
         """[S] int32, on the device unless the kernel wrote them to host memory directly."""
         self.scores = scores
@@ -231,3 +233,96 @@ class Sampler:
             self._staging.send(size)
         parts: tuple[torch.Tensor, ...] = self._staging.device(size).split([len(found) for found in lists])
         return parts
+
+
+_LINES, _SCORES = 128, 1 << 20
+"""Logits rows computed, and log probabilities reported, at a time. Bounds the memory of scoring long prompts."""
+
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The result of `SampleOps.score`: ids, log probabilities, ranks."""
+
+
+class Scores:
+    """Log probabilities of a step. Call `logprobs` after the device has computed them."""
+
+    def __init__(self, parts: Iterable[tuple[npt.NDArray[np.integer], npt.NDArray[np.integer], Found]]) -> None:
+        """parts: (segments [L], positions [L], result of `SampleOps.score`)."""
+        self.parts = [(segments.astype(np.int32), positions.astype(np.int32), tuple(map(to_host, found)))
+                       for segments, positions, found in parts]
+
+    def logprobs(self, *others: "Scores") -> Logprobs | None:
+        """Concatenates all parts and those of `others`. Entries with fewer alternatives are padded at the end with token -1."""
+        parts = [part for scores in (self, *others) for part in scores.parts]
+        if not parts:
+            return None
+        segments, positions, found = zip(*parts, strict=True)
+        ids, values, ranks = zip(*found, strict=True)
+        return Logprobs(np.concatenate(segments), np.concatenate(positions), _stack(ids, -1).astype(np.int32, copy=False),
+                        _stack(values, 0.0).astype(np.float32, copy=False), _stack(ranks, 0).astype(np.int32, copy=False))
+
+
+def _stack(blocks: tuple[torch.Tensor, ...], padding: float) -> npt.NDArray[Any]:
+    if len(blocks) == 1:
+        return np.asarray(blocks[0])
+    width = max(block.shape[1] for block in blocks)
+    return np.concatenate([np.pad(block.numpy(), ((0, 0), (0, width - block.shape[1])), constant_values=padding)
+                           for block in blocks])
+
+
+HeadOf = Callable[[torch.Tensor, npt.NDArray[np.integer]], torch.Tensor]
+"""(hidden states, segments of all or of the first of them) -> their logits."""
+
+
+def prompts(model: Decoder, head: HeadOf, hidden: torch.Tensor, plan: StepPlan, rows: Rows,
+            size: Callable[[int], int]) -> Scores:
+    """Scores known prompt tokens behind positions of segments with Want.SCORE; `size`: logits rows -> GEMM bucket."""
+    scoring = np.flatnonzero(plan.wants & int(Want.SCORE)).tolist()
+    parts: list[tuple[Ints, Ints, Found]] = []
+    query_start = np.cumsum(plan.counts) - plan.counts
+    for segment in scoring:
+        row, start = int(plan.rows[segment]), int(plan.starts[segment])
+        end = min(start + int(plan.counts[segment]), rows.parameters.prompt_len(row) - 1)
+        top = rows.parameters.prompt_logprobs(row)
+        lines = max(1, min(_LINES, _SCORES // (1 + top)))
+        for first in range(start, end, lines):
+            last = min(end, first + lines)
+            at = int(query_start[segment]) + first - start
+            states = hidden[at:at + size(last - first)]
+            logits = model.whole(head(states, np.full(last - first, segment))[:last - first])
+            found = model.kernels.sample.score(logits, rows.tokens[row, first + 1:last + 1], top)
+            parts.append((np.full(last - first, segment, np.int32), np.arange(first + 1, last + 1, dtype=np.int32), found))
+    return Scores(parts)
+
+
+def border(logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor, group: Group) -> torch.Tensor:
+    """As `SampleOps.threshold`, of shares [S, V / ranks] of the logits."""
+    mine = table[row.long()]
+    real = mine.view(torch.float32)
+    x = logits.float() * real[:, Column.INVERSE_TEMPERATURE, None]
+    peak = group.gather(x.amax(-1)).amax(0)
+    top_k, top_p = mine[:, Column.TOP_K].double(), real[:, Column.TOP_P].double()
+    ones = torch.ones_like(x, dtype=torch.float64)
+    kth = _search(x, ones, torch.where(top_k > 0, top_k, torch.inf), group)
+    floor = torch.maximum(peak + real[:, Column.LOG_MIN_P], kth)
+    weight = (x - peak[:, None]).exp().double().masked_fill_(x < floor[:, None], 0)
+    total = group.gather(weight.sum(-1)).sum(0)
+    found = torch.where(top_p < 1, torch.maximum(floor, _search(x, weight, top_p * total, group)), floor)
+    return found.masked_fill((mine[:, Column.FEATURES] & int(Feature.FILTER)) == 0, -torch.inf)
+
+
+def _search(x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor, group: Group) -> torch.Tensor:
+    """[S] the lowest value whose larger ones have less than the `wanted` weight [S], over all ranks; -inf: any has."""
+    bits = x.view(torch.int32).long()
+    key = torch.where(bits < 0, ~bits, bits | 1 << 31) & 0xFFFFFFFF
+    found, above = torch.zeros_like(key[:, 0]), torch.zeros_like(wanted)
+    for shift in (24, 16, 8, 0):
+        inside = key >> (shift + 8) == found[:, None]
+        sums = torch.zeros(len(x), 256, dtype=torch.float64, device=x.device)
+        sums.scatter_add_(1, key >> shift & 255, torch.where(inside, weight, 0.0))
+        # In the order of the ranks, so that all go the same way.
+        sums = group.gather(sums).sum(0)
+        larger = above[:, None] + sums.flip(1).cumsum(1).flip(1) - sums
+        place = (larger < wanted[:, None]).int().argmax(1)
+        found, above = found << 8 | place, larger.gather(1, place[:, None])[:, 0]
+    number = torch.where(found >= 1 << 31, found & 0x7FFFFFFF, ~found).int().view(torch.float32)
+    return torch.where(found == 0, -torch.inf, number)

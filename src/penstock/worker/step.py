@@ -3,8 +3,6 @@
 The host uploads one int32 array per step in one copy. The offsets of its parts depend on the bucket alone, so that a captured
 CUDA graph finds the next step's values at the same addresses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -20,10 +18,9 @@ from penstock.layers.step import GroupStep, Step, TokenShare
 from penstock.ops.attention import SharedPrefixes, Span, Tree
 from penstock.ops.step import Moving
 from penstock.parallel.contexts import FEW, divided, long_segments
-from penstock.worker.rows import Rows
+from penstock.worker.rows import Rows, Staging, upload
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.sizes import fitted
-from penstock.worker.staging import Staging, upload
 
 Places = npt.NDArray[np.int64]
 
@@ -216,8 +213,7 @@ class StepBuilder:
                                 shared, plan.slack)
 
     def move(self, bucket: Bucket, parts: Parts, length: torch.Tensor | None = None) -> None:
-        """Moves segments that were filled with slack, on the device: to where they begin, by the rows' `length`, or on to their
-        next pass."""
+        """Moves segments filled with slack on the device: to where they begin, by rows' `length`, or to their next pass."""
         there = self._staging.device(parts.size)
         of = Moving(*(there[part] for part in (parts.row, parts.start, parts.context, parts.slack, parts.behind, parts.left,
                                                parts.lines_row, parts.lines_position, parts.lines_segment)))
@@ -264,16 +260,14 @@ class StepBuilder:
         """Returns the rows and positions of the step's logits rows."""
         there, chosen, count = self._staging.device(parts.size), picks.segments, len(picks.segments)
         row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
-        return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1 + self._ahead, row,
-                          position)
+        return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1 + self._ahead, row, position)
 
     def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, branches: Branches | None = None) -> Step:
         """Returns the step that was filled last. `ends`: logits rows whose hidden states are wanted; None: all tokens."""
         there = self._staging.device(parts.size)
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
-        built = self._build(self._tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens,
-                            self._columns)
+        built = self._build(self._tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens, self._columns)
         groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]
         at = None if ends is None else self.heads(parts, ends)

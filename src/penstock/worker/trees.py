@@ -1,9 +1,8 @@
 """Draft trees: several candidates for a position, verified in one segment (EAGLE-2, Li et al. 2024).
 
 A tree's drafts lie in consecutive slots behind the row's last known token, parents before children. A draft attends to the
-row's context and to its ancestors, which are bits of a word, and stands at the position that its depth says. The target's own
-choice behind a node is looked up among the node's children, so that tokens are those of decoding one by one. The accepted path
-is then moved to the front: tokens, cache entries, and what followers of the step read.
+row's context and its ancestors, bits of a word, at the position of its depth. The target's own choice behind a node is looked
+up among its children, so tokens are those of decoding one by one. The accepted path is moved to the front: tokens and cache.
 
 Rows whose sampling looks at earlier tokens (penalties, bad words, masks), and those without room for a tree have chains."""
 
@@ -18,10 +17,9 @@ from penstock.layers.step import StateView
 from penstock.ops.sample import SampleOps
 from penstock.ops.sample_table import Feature
 from penstock.worker.drafting import Drafting, part_of, places_of, within
-from penstock.worker.rows import Rows
-from penstock.worker.runner import Runner
+from penstock.worker.graphs import Runner
+from penstock.worker.rows import Rows, upload
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows
-from penstock.worker.staging import upload
 from penstock.worker.step import FAR, Branches, picks_of
 
 WORD = 64

@@ -4,8 +4,6 @@ At each position of a segment with drafts a token is sampled as if all drafts be
 the first that differs from the sampled token, which is kept too. Sampling is a function of logits, parameters, seed and
 position, so the kept tokens are exactly those of decoding one by one, unless a `Speculation` has another rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,9 +13,8 @@ import torch
 from penstock.config.speculation import Speculation
 from penstock.core.plan import Enter, Ints, StepPlan, Want
 from penstock.ops.sample_table import Feature
-from penstock.worker.rows import Rows
+from penstock.worker.rows import Rows, to_host, upload
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import to_host, upload
 
 _FAR = 2**31 - 1
 _SERIES = 509
@@ -42,7 +39,7 @@ class Verifier:
         return self._rows.tokens[lines.row.long(), lines.position.long()]
 
     def verify(self, plan: StepPlan, lines: LogitsRows, drafts: torch.Tensor, chosen: torch.Tensor,
-               walked: torch.Tensor | None = None) -> Verified:
+               walked: torch.Tensor | None = None) -> "Verified":
         """Compares drafts and sampled tokens [L] of all logits rows of a step, and updates the lengths of their rows.
         `walked`: the numbers of tokens that the segments keep, if `Trees.walk` has found them."""
         first, count = lines.groups()

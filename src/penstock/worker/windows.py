@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from penstock import models
-from penstock.core.layout import lay_out
+from penstock.core.state import lay_out
 from penstock.layers.step import Delta, GroupStep, Step
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect, device_name

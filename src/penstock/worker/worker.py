@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.layout import CacheLayout
 from penstock.core.plan import Ints, Logprobs, Masks, StepPlan, StepResult, Want
+from penstock.core.state import CacheLayout
 from penstock.layers.decoder import Decoder
 from penstock.ops.lora import Slabs
 from penstock.parallel.pipe import Pipe
@@ -23,17 +23,14 @@ from penstock.worker.balancing import Balancing
 from penstock.worker.clock import Clock, Interval
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
 from penstock.worker.dummy import dummy_round
-from penstock.worker.graphs import Graphs
+from penstock.worker.graphs import Graphs, Runner
 from penstock.worker.movers import Movers
 from penstock.worker.pooling import REPORTS, Reports
 from penstock.worker.rejection import Judging, Rejection, settled
 from penstock.worker.returning import Returning
-from penstock.worker.rows import Rows
-from penstock.worker.runner import Runner
-from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler
-from penstock.worker.scoring import Scores, prompts
+from penstock.worker.rows import Arriving, Rows, to_host
+from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler, Scores, prompts
 from penstock.worker.sizes import fitted, fitted_sizes
-from penstock.worker.staging import Arriving, to_host
 from penstock.worker.step import picks_of
 from penstock.worker.trees import Trees, heads_of
 from penstock.worker.verify import STRICT, Verified, Verifier
@@ -144,8 +141,7 @@ class Launched:
     @staticmethod
     def _gather(plan: StepPlan, chosen: Chosen) -> StepResult:
         tokens = [sampled.tokens() for sampled in chosen.sampled]
-        result = StepResult(plan.id, np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-                            plan.wants & _SAMPLE)
+        result = StepResult(plan.id, np.concatenate(tokens) if tokens else np.zeros(0, np.int32), plan.wants & _SAMPLE)
         asked = [sampled.scores for sampled in chosen.sampled if sampled.scores is not None]
         if asked:
             result.logprobs = asked[0].logprobs(*asked[1:])
@@ -202,7 +198,7 @@ class Worker:
             self._set_up(max_num_seqs, max_model_len, device, graph_tokens)
             self.runner.pipe = pipe
             self.returning = Returning(pipe, self.rows) if pipe is not None else None
-            if drafter is not None:
+            if drafter is not None and model.spec.begins:
                 self.drafter = drafter.start(Host(model, self.rows, layout.page, self.sampler, budget, views[own:],
                                                   partial(self._capture, graph_tokens), self.trees,
                                                   None if self.rejection is None else self.rejection.draw))
@@ -252,7 +248,7 @@ class Worker:
             draft = None if self._loaded_drafter is None else self._loaded_drafter.model
             for model in [self.model] if draft is None else [self.model, draft]:
                 model.warm_up_gemms(fitted_sizes(min(tokens, _SAME_KERNELS_ABOVE)), sorted(lines))
-            if self.drafter is not None:
+            if self._loaded_drafter is not None:
                 for rows in (1 << power for power in range(min(len(self.rows.tokens), tokens // 2).bit_length())):
                     self._launch(dummy_round(rows, min(_DRAFTS, tokens // rows - 1), len(self.rows.tables))).result()
         self.stream.synchronize()
@@ -294,7 +290,7 @@ class Worker:
             self.movers.close()
         on_device = self.model.device.type == "cuda"
         self.model.detach()
-        if self._loaded_drafter is not None:
+        if self._loaded_drafter is not None and self.drafter is not None:
             self._loaded_drafter.detach()
         vars(self).clear()
         self.closed = True
@@ -307,8 +303,7 @@ class Worker:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Enqueues a plan without synchronising the device. If segments are masked, enqueues only the forward pass;
-        `Launched.choose` enqueues the rest."""
+        """Enqueues a plan without waiting for the device: of a masked one the forward pass, `Launched.choose` the rest."""
         with torch.inference_mode(), self._on_stream:
             return self._launch(plan)
 
@@ -330,8 +325,8 @@ class Worker:
         if self.movers is not None:
             self.movers.load(plan)
         idle = plan.idle
+        drafting = Drafting(plan, self.rows)
         if self.drafter is not None and not idle:
-            drafting = Drafting(plan, self.rows)
             if self.trees is not None:
                 self.trees.begin(plan)
             if self.rejection is not None:
@@ -340,8 +335,10 @@ class Worker:
                 self.rows.before.copy_(self.rows.length)
             said = self.drafter.propose(drafting)
             chances = None if said is None else to_host(said)
-            if plan.tells_drafts:
-                told = Arriving(drafting.written())
+        if self.returning is not None and len(drafting.segments):
+            self.returning.hand_on(drafting, first=self.model.spec.begins, last=self.model.spec.ends)
+        if plan.tells_drafts:
+            told = Arriving(drafting.written())
         whole = (plan.rests or not self._follows) and not idle and self.verifier.thinking is None
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
         if decoded is not None:
@@ -354,20 +351,19 @@ class Worker:
         branches = self.trees.of(plan) if self.trees is not None else None
         hidden, ends, lines = self.runner.forward(plan, bool(wants & _ALL), branches=branches)
         count = len(lines.rows)
-        if not self.model.spec.ends:
+        if self.model.spec.ends:
+            first = min(MAX_LOGITS_ROWS, count)
+            logits = self._head(plan, ends[:MAX_LOGITS_ROWS], lines.segments[:first])[:first] if count else None
+            choose: Callable[[Masks | None], Chosen] = partial(
+                self._choose, plan, Forward(hidden, ends, lines, logits, wants), interval)
+        else:
             if self.returning is not None and self.model.spec.begins:
                 self.returning.expect(lines)
-            interval.mark(2)
-            if len(plan.masked):
-                return Launched(plan, interval, self.movers, partial(self._passed, interval), picks=self._picks)
-            return Launched(plan, interval, self.movers, None, self._passed(interval, None), self._picks)
-        first = min(MAX_LOGITS_ROWS, count)
-        logits = self._head(plan, ends[:MAX_LOGITS_ROWS], lines.segments[:first])[:first] if count else None
-        forward = Forward(hidden, ends, lines, logits, wants)
+            choose = partial(self._passed, interval)
         interval.mark(2)
-        choose = partial(self._choose_masked, plan, forward, interval) if len(plan.masked) else None
-        chosen = self._choose(plan, forward, interval, None) if choose is None else None
-        launched = Launched(plan, interval, self.movers, choose, chosen, self._picks)
+        masked = len(plan.masked) > 0
+        launched = Launched(plan, interval, self.movers, partial(self._choose_masked, choose, interval) if masked else None,
+                            None if masked else choose(None), self._picks)
         launched.told, launched.chances = told, chances
         return launched
 
@@ -377,7 +373,7 @@ class Worker:
         assert lockstep is not None
         with torch.inference_mode(), self._on_stream:
             lockstep.begin(0, True)
-            if lockstep.most:
+            if lockstep.most and not lockstep.awaits:
                 self.model.follow()
 
     def _head(self, plan: StepPlan, hidden: torch.Tensor, segments: npt.NDArray[np.integer]) -> torch.Tensor:
@@ -386,15 +382,14 @@ class Worker:
 
     def _passed(self, interval: Interval, _masks: Masks | None) -> Chosen:
         """The second launch where another stage chooses."""
-        with self._on_stream:
-            interval.stop()
+        interval.stop()
         return Chosen()
 
-    def _choose_masked(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
+    def _choose_masked(self, choose: Callable[[Masks | None], Chosen], interval: Interval, masks: Masks | None) -> Chosen:
         with torch.inference_mode(), self._on_stream:
             if masks is not None:
                 interval.resume()
-            return self._choose(plan, forward, interval, masks)
+            return choose(masks)
 
     def _choose(self, plan: StepPlan, forward: Forward, interval: Interval, masks: Masks | None) -> Chosen:
         found, lines, wants = Chosen(), forward.lines, forward.wants
@@ -407,8 +402,6 @@ class Worker:
         judging = self.rejection.judge(lines, drafts) if self.rejection is not None and drafts is not None else None
         judging = judging if judging is not None and judging.needed else None
         found.sampled = list(self._sample(plan, forward, masks, stay, drafts, judging))
-        if self.returning is not None and found.sampled:
-            self.returning.send([sampled.chosen for sampled in found.sampled])
         if drafts is not None:
             chosen = torch.cat([sampled.chosen for sampled in found.sampled])
             if judging is not None:
@@ -421,6 +414,8 @@ class Worker:
             found.verified = self.verifier.verify(plan, lines, drafts, chosen, walked)
         elif thinking is not None and found.sampled:
             thinking.follow(lines, torch.cat([sampled.chosen for sampled in found.sampled]))
+        if self.returning is not None and found.sampled:
+            self.returning.send([sampled.chosen for sampled in found.sampled])
         if self.drafter is not None and self._follows and not plan.rests:
             self.drafter.follow(plan, forward.ends, lines, found.verified)
         if wants & _SCORE:
@@ -449,8 +444,7 @@ class Worker:
 
     def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool,
                 drafts: torch.Tensor | None, judging: Judging | None) -> Iterator[Sampled]:
-        """Samples the step's logits rows, MAX_LOGITS_ROWS at a time. `drafts`: the tokens at their positions, if there are
-        any. `judging`: verifies them by rejection."""
+        """Samples the step's logits rows, MAX_LOGITS_ROWS at a time. `judging` verifies `drafts` at their positions."""
         at, line = 0, 0
         logits, forward.logits = forward.logits, None
         for part in forward.lines.parts(MAX_LOGITS_ROWS):

@@ -6,12 +6,10 @@ import time
 
 from penstock.cache.manager import Cache
 from penstock.cache.pool import Pools
-from penstock.core.layout import CacheLayout, lay_out
 from penstock.core.plan import Ints, Move, StepPlan
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Everything, Field, StateSpec, Window
+from penstock.core.state import CacheLayout, Everything, Field, StateSpec, Window, lay_out
 
 
 def _layout(slabs: int, *windows: int) -> CacheLayout:

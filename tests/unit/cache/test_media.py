@@ -11,12 +11,10 @@ from penstock.cache import keys, media
 from penstock.cache.events import BlockStored, Journal
 from penstock.cache.manager import Cache
 from penstock.cache.sequence_state import packed
-from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan
-from penstock.core.request import Medium, Request
+from penstock.core.request import Medium, Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 
 PAGE, PLACEHOLDER = 4, 9
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from penstock.cache.lookup import reach
+from penstock.cache.prefix import reach
 from penstock.core.state import Ahead, Chunk, Everything, Retention, Snapshot, Window
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 
 from penstock.cache.manager import Cache
-from penstock.core.layout import lay_out
 from penstock.core.plan import Move, StepPlan
-from penstock.core.request import PINNED, WHOLE, Request, Span
+from penstock.core.request import PINNED, WHOLE, Request, Sequence, Span
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Everything, Field, Retention, Snapshot, StateSpec, Window
+from penstock.core.state import Everything, Field, Retention, Snapshot, StateSpec, Window, lay_out
 from penstock.scheduler.admission import PASSES, Limits
 from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeWorker, expected

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint import Fingerprint, sample
-from penstock.checkpoint import identity as module
+from penstock.checkpoint import Fingerprint, identity as module, sample
 
 
 def write(folder: Path, data: bytes, name: str = "model.safetensors") -> Path:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import serve
+from penstock.cli.api import model_of
 from penstock.cli.main import main
-from penstock.cli.model import model_of
 from penstock.config.flags import Parser, add_flags, from_args, integer, number, pairs, with_flags
 from penstock.config.schema import EngineOptions, ServerOptions, option
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,15 @@ def test_an_unknown_command_and_an_unknown_flag_get_a_suggestion(capsys: pytest.
         main(["bench", "serve", "--num-prompt", "3"])
     assert exit_.value.code == 2
     assert "did you mean --num-prompts?" in capsys.readouterr().err
+
+
+def test_a_folder_of_several_models_takes_no_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    assert main(["serve", f"mine={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert "leave out mine=" in said and str(tmp_path / "a") in said
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

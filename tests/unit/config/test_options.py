@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.config.flags import Parser, add_flags, from_args
-from penstock.config.options import checked, engine_options
 from penstock.config.resolve import resolve
-from penstock.config.schema import EngineOptions, ServerOptions
-from penstock.core.device import DeviceFacts
+from penstock.config.schema import EngineOptions, ServerOptions, checked, engine_options
 from penstock.core.errors import ConfigError
+from penstock.core.rank import DeviceFacts
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.llm import LLM
 

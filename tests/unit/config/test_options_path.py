@@ -25,17 +25,28 @@ def _names(tree: ast.AST) -> set[str]:
         alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
-TREES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
-ON_THE_WAY = [path for path, tree in TREES.items() if _names(tree) & CARRIERS]
+Trees = dict[Path, ast.Module]
 
 
-def visited(*kinds: type) -> list[str]:
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """Every file. Made here, because each test process imports this module, whatever it runs."""
+    return {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@pytest.fixture(scope="module")
+def on_the_way(trees: Trees) -> list[Path]:
+    """The files that name a carrier."""
+    return [path for path, tree in trees.items() if _names(tree) & CARRIERS]
+
+
+def visited(trees: Trees, *kinds: type) -> list[str]:
     """The files that an object of these kinds visits: those that name its type or read a field of it. Of the commands only
     `serve`, because a run of one command passes one."""
     names = {kind.__name__ for kind in kinds}
     fields = set().union(*(FIELDS[kind] for kind in kinds))
     found = []
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         reads = any(isinstance(node, ast.Attribute) and node.attr in fields
                     and re.fullmatch(r"(\w+\.)*_?(engine_)?options", ast.unparse(node.value)) for node in ast.walk(tree))
         defines = any(isinstance(node, ast.ClassDef) and node.name in names for node in ast.walk(tree))
@@ -45,29 +56,29 @@ def visited(*kinds: type) -> list[str]:
 
 
 @pytest.mark.parametrize("kinds", [(EngineOptions, EngineConfig), (ServerOptions,)])
-def test_few_files_carry_options(kinds: tuple[type, ...]) -> None:
+def test_few_files_carry_options(kinds: tuple[type, ...], trees: Trees) -> None:
     """From the command line to the last file that reads one. Parts below the doors get only the values that they need
     (decision 0102)."""
-    files = visited(*kinds)
+    files = visited(trees, *kinds)
     assert len(files) < 15, files
 
 
-def test_of_the_workers_half_only_the_rank_has_engine_options() -> None:
-    assert [file for file in visited(EngineOptions) if file.split("/")[0] not in ("cli", "config", "server", "engine")] == \
-        ["worker/rank.py"]
+def test_of_the_workers_half_only_the_rank_has_engine_options(trees: Trees, on_the_way: list[Path]) -> None:
+    above = ("cli", "config", "server", "engine")
+    assert [file for file in visited(trees, EngineOptions) if file.split("/")[0] not in above] == ["worker/rank.py"]
     # The server hands them on, in a `Wanted` for each model, and reads none.
-    assert {path.parts[0] for path in ON_THE_WAY} == {"config", *ORDER} - {"server"}
+    assert {path.parts[0] for path in on_the_way} == {"config", *ORDER} - {"server"}
 
 
-def test_options_never_go_back_up() -> None:
+def test_options_never_go_back_up(trees: Trees, on_the_way: list[Path]) -> None:
     """Nothing below the commands returns options, keeps them in what it reports, or has its own read by a room above."""
-    for path in ON_THE_WAY:
+    for path in on_the_way:
         if path.parts[0] in ("cli", "config"):
             continue
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees[path]):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
                 assert not _names(node.returns) & CARRIERS, f"{path}::{node.name} returns options"
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ("options", "config"):
                 owner = getattr(node.value, "attr", getattr(node.value, "id", ""))

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.config.resolve import memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
-from penstock.core.device import DeviceFacts
 from penstock.core.errors import ConfigError
+from penstock.core.rank import DeviceFacts
 from penstock.core.state import Everything, Field, StateSpec
 
 CPU = DeviceFacts("cpu", "test", 8 << 30, 2)
@@ -31,6 +31,15 @@ def test_defaults() -> None:
 def test_refusals_say_what_would_do(changes: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         resolve(EngineOptions(model="m", **changes), 2048, "float32", CPU)
+
+
+def test_starts_are_exact_where_kernels_or_stages_need_it() -> None:
+    """Batch-invariant kernels and contexts divided over GPUs have work lists that no uncertain start fits."""
+    gpu = DeviceFacts("cuda", "test", 8 << 30, 2)
+    for options, on_cpu, on_gpu in (({}, False, False), ({"batch_invariant": True}, False, True),
+                                    ({"context_parallel_size": 2}, False, True), ({"pipeline_parallel_size": 2}, True, True)):
+        for facts, exact in ((CPU, on_cpu), (gpu, on_gpu)):
+            assert resolve(EngineOptions(model="m", **options), 2048, "bfloat16", facts).exact is exact, (options, facts.kind)
 
 
 def test_memory_is_what_is_useful_at_most() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.config.resolve import check_host, check_room
 from penstock.config.schema import EngineOptions
-from penstock.core.device import Occupancy
 from penstock.core.errors import ConfigError
+from penstock.core.rank import Occupancy
 from penstock.engine.engine import Engine
 from penstock.platform import facts
 from penstock.worker import memory

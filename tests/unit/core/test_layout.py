@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from penstock.core.layout import ALIGN, lay_out
-from penstock.core.state import Everything, Field, StateSpec, Window
+from penstock.core.state import ALIGN, Everything, Field, StateSpec, Window, lay_out
 
 
 def _state(heads: int, size: int, window: int = 0) -> StateSpec:

@@ -117,3 +117,19 @@ def test_what_first_tokens_take_behind_the_engine_is_measured() -> None:
         one.arrival = now
     Promise("interactive", 0.0, False).give(made, now - 0.03, llm.traffic.delivery.late)
     assert [one.beside for one in made] == pytest.approx([0.032, 0.032], rel=0.1)
+
+
+def test_many_prompts_of_one_request_leave_room_for_others() -> None:
+    llm = frontend()
+    most = llm.options.max_num_queued_reqs + 9
+    many = llm.open([request(f"m{i}") for i in range(2 * most)])
+    others = [llm.open([request(f"o{i}")]) for i in range(most - 1)]
+    with pytest.raises(RequestError, match=f"{most} requests with {3 * most - 1} prompts are open; at most {most} with"):
+        llm.open([request("late")])
+    many.close()
+    others.append(llm.open([request("later")]))
+    for stream in others[:3]:
+        stream.close()
+    llm.open([request(f"w{i}") for i in range(15 * most + 3)])
+    with pytest.raises(RequestError, match="prompts are open"):
+        llm.open([request("again")])

@@ -67,3 +67,23 @@ def test_tokens_in_eight_bits_lose_little() -> None:
         found = EightBits.unpack(words, dtype)
         assert found.dtype == dtype and bool(((found.float() - x).abs() <= 0.04 * x.abs().amax(1, keepdim=True)).all())
         assert torch.equal(Payload.unpack(Payload.pack(x.to(dtype)), dtype), x.to(dtype))
+
+
+def test_a_rank_without_its_plan_waits_for_it_once_another_of_its_engine_has_begun(tmp_path: Path) -> None:
+    """Rank 1 follows other engines when rank 0 has the plan of both already; ranks 2 and 3 have nothing to do."""
+    agreed = Shared(4)
+    sides = [Lockstep(Threads(rank, Shared(4)), Threads(rank, agreed), str(tmp_path / "wave"), 2) for rank in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        def begin(*tokens: int) -> None:
+            list(pool.map(lambda side, count: side.begin(count, count < 5), sides, tokens))
+
+        begin(5, 0, 0, 0)
+        assert [(one.most, one.share, one.decodes, one.awaits) for one in sides] == [
+            (5, 3, False, False), (5, 3, False, True), (5, 3, False, False), (5, 3, False, False)]
+        assert [one.active for one in sides] == [True, False, True, True]
+        # The plan comes: this round was agreed on before, with nobody else.
+        assert sides[1].begin(5, False) is False and sides[1].active and not sides[1].awaits
+        begin(0, 0, 2, 2)
+        assert [(one.most, one.awaits) for one in sides] == [(2, False)] * 4
+        begin(0, 0, 0, 0)
+        assert [(one.most, one.active) for one in sides] == [(0, False)] * 4

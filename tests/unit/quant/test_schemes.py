@@ -41,7 +41,7 @@ def test_a_matrix_survives(scheme: Scheme, error: float, shape: tuple[int, int])
 @pytest.mark.parametrize(("scheme", "error"), SCHEMES, ids=IDS)
 def test_products_gathers_and_gates_decode_by_tiles(scheme: Scheme, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as with the decoded matrix, whatever the tile."""
-    monkeypatch.setattr("penstock.quant.decoding._TILE", 128 * 256)
+    monkeypatch.setattr("penstock.quant.scheme._TILE", 128 * 256)
     facts = detect("cpu")
     kernels = registry.bind(facts, torch.float32, {"*": "reference"})
     generator = torch.Generator().manual_seed(2)

@@ -8,9 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
 from penstock.scheduler.drafting import Adaptive
 from tests.unit.scheduler.test_draft_numbers import SECONDS, measured_times
 

@@ -8,9 +8,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
 from penstock.core.steptime import StepTime
 from penstock.scheduler.drafting import Adaptive, DraftPolicy
 

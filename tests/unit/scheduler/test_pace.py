@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
 from penstock.core.steptime import Load, StepTime
 from penstock.scheduler import pace as module
 
@@ -211,3 +210,14 @@ def test_scored_positions_cost_what_was_measured() -> None:
         times.learn(Load(2, 1 + tokens, scored=scored) if tokens else Load(1, 1), 0.002 + tokens * 1e-4 + scored * 1e-4)
     plain, scored = times.within(Load(1, 1), 0.022), times.within(Load(1, 1), 0.022, scored=1.0)
     assert plain == pytest.approx(200, rel=0.1) and scored == pytest.approx(100, rel=0.1)
+
+
+def test_short_prompts_that_fill_a_step_leave_others_a_part() -> None:
+    """They may be waiting for just these, for the pages that they compute: else nobody would ever have a segment."""
+    for most in (2, 48, 512):
+        pace = learnt(Pace(0.050, most), 0.010, 20e-6, decoding=1, tokens=most)
+        reading = [sequence(600), sequence(600), sequence(200, "another")]
+        found = [pace.budget(Load(0, 0), reading, place / 100, None, set())[:2] for place in range(40)]
+        assert max(part for _, part in found) >= min(16, most // 2)
+        assert all(tokens >= 0 and tokens + part <= most for tokens, part in found)
+        assert max(tokens for tokens, _ in found) >= most - 16

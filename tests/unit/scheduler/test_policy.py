@@ -9,11 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock.cache.manager import Cache
-from penstock.core.layout import lay_out
-from penstock.core.request import Request
+from penstock.core.request import Request, Sequence
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.policy import FirstCome, Order, Policy
 from penstock.scheduler.scheduler import Scheduler

@@ -10,11 +10,10 @@ import pytest
 
 from penstock.cache.manager import Cache
 from penstock.core.errors import RequestError
-from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan, StepResult, Want
 from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeWorker

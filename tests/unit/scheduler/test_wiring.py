@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.cache.manager import Cache, Reuse
-from penstock.core.layout import lay_out
 from penstock.core.plan import NOT_FINITE
-from penstock.core.request import Request, Update
+from penstock.core.request import Request, Sequence, Update
 from penstock.core.sampling import SamplingParams
-from penstock.core.sequence import Sequence
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.ops.noise import seed_key
 from penstock.scheduler.admission import PASSES, TRIES, Limits
 from penstock.scheduler.scheduler import Scheduler

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.checkpoint.adapter import CONFIG, WEIGHTS
-from penstock.server.adapters import Folder
 from penstock.server.fleet import Slot
+from penstock.server.models import Folder
 
 
 def model(loaded: bool = True) -> Any:

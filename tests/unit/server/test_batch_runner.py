@@ -11,12 +11,11 @@ import msgspec
 import pytest
 
 from penstock.server.batches import lines
-from penstock.server.batches.files import write_file
+from penstock.server.batches.files import content_of, write_file
 from penstock.server.batches.lines import Ask
 from penstock.server.batches.run import Runner, new_batch
 from penstock.server.fleet import Fleet, Slot
-from penstock.server.store import Database, Store
-from penstock.server.stored import Ref
+from penstock.server.store import Database, Ref, Store
 
 
 def model(name: str, rows: int | None, live: int = 0) -> Slot:
@@ -88,3 +87,42 @@ def test_a_batch_is_cancelled_while_its_lines_are_checked(monkeypatch: pytest.Mo
     batch = asyncio.run(run())
     state.store.close()
     assert batch["status"] == "cancelled" and batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+
+
+def test_a_batch_waits_for_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that could not be stored are asked for again, once there is room, and those that were stored are not."""
+    named, asked = Ref("batch", "batch_1", ""), list[bytes]()
+    state: Any = SimpleNamespace(store=Store(None, 1 << 20, 1.0), fleet=Fleet([model("one", 2)]), draining=False)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append((await receive())["body"])
+        if len(asked) == 2:
+            await state.store.run(lambda database: bound(database, 0))
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": msgspec.json.encode("a" * 50_000)})
+
+    def bound(database: Database, more: int) -> None:
+        database.sql(f"pragma max_page_count={database.sql('pragma page_count').fetchone()[0] + more}")
+
+    def begin(database: Database) -> None:
+        lines = [msgspec.json.encode({"custom_id": str(place), "url": "/v1/completions", "body": {}}) for place in range(3)]
+        file = write_file(database, "", "lines", "batch", b"\n".join(lines))
+        database.put(*named, new_batch(named.name, "/v1/completions", file["id"], 60.0))
+
+    async def run() -> tuple[dict[str, Any], bytes]:
+        found = Runner(state, app, lambda: SimpleNamespace(of=lambda _: None))  # type: ignore[arg-type, return-value]
+        await state.store.run(begin)
+        found.start(named)
+        await asyncio.sleep(0.3)
+        status = (await state.store.run(named.read))["status"]
+        assert status == "in_progress" and len(asked) >= 2
+        await state.store.run(lambda database: bound(database, 1000))
+        await asyncio.gather(*found._tasks.values())
+        batch = await state.store.run(named.read)
+        return batch, await state.store.run(lambda database: content_of(database, Ref("file", batch["output_file_id"], "")))
+
+    monkeypatch.setattr("penstock.server.batches.run.STORE_SECONDS", 0.05)
+    batch, content = asyncio.run(run())
+    state.store.close()
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert [msgspec.json.decode(line)["custom_id"] for line in content.splitlines()] == ["0", "1", "2"]

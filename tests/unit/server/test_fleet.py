@@ -59,6 +59,12 @@ def run(test: Callable[[Fleet, asyncio.Event], Awaitable[None]], keep_alive: flo
     asyncio.run(whole())
 
 
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
 def test_a_client_that_leaves_does_not_break_the_load_that_it_began() -> None:
     async def test(fleet: Fleet, gate: asyncio.Event) -> None:
         slow = fleet.slots[1]
@@ -89,8 +95,7 @@ def test_a_client_that_leaves_does_not_break_an_end() -> None:
         await asyncio.sleep(0.05)
         assert Fake.alive == 1, "its request is still running"
         old.live = 0
-        await asyncio.sleep(0.1)
-        assert Fake.alive == 0
+        await until(lambda: Fake.alive == 0)
 
     run(test)
 
@@ -128,7 +133,6 @@ def test_a_model_that_is_used_meanwhile_is_not_unloaded() -> None:
         await asyncio.sleep(0.4)
         assert quick.state == "ready"
         selection.choose(None)
-        await asyncio.sleep(0.8)
-        assert quick.state == "unloaded"
+        await until(lambda: quick.state == "unloaded")
 
     run(test, keep_alive=0.3)

@@ -7,7 +7,7 @@ import json
 import msgspec
 
 from penstock.core.request import TokenLogprobs
-from penstock.server.openai.logprobs import LEAST, Namer, chat_content, completion_logprobs, prompt_entries
+from penstock.server.openai.answers import LEAST, Namer, chat_content, completion_logprobs, prompt_entries
 
 NAMES = Namer(None, as_ids=True)
 

@@ -26,3 +26,9 @@ def test_picks_of_experts() -> None:
     assert [found["penstock:expert_imbalance", str(layer)] for layer in range(2)] == [3.0, 1.0]
     assert found["penstock:expert_hits_total", "0"] == 9
     assert not any(name.startswith("penstock:expert_picks") for name, _ in samples(EngineStats())), "a dense model has none"
+
+
+def test_seconds_of_each_rank() -> None:
+    found = samples(EngineStats(rank_seconds=[1.5, 2.5]))
+    assert [found["penstock:rank_seconds_total", str(rank)] for rank in range(2)] == [1.5, 2.5]
+    assert not any(name.startswith("penstock:rank_seconds") for name, _ in samples(EngineStats())), "one rank is the worker"

@@ -13,8 +13,8 @@ from penstock.core.sampling import SamplingParams
 from penstock.dialects.choice import by_name
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
+from penstock.server.openai.answers import Namer
 from penstock.server.openai.chat import ChatAnswer
-from penstock.server.openai.logprobs import Namer
 from penstock.server.openai.protocol import ChatRequest
 
 PIECES = ("<think>", "\n", "Lima", " is", " in", " Peru", ".", "\n", "</think>", "\n\n", "It", " is", ".")

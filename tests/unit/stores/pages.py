@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from penstock.core.layout import CacheLayout, lay_out
-from penstock.core.state import Everything, Field, StateSpec, Window
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
+from penstock.core.state import CacheLayout, Everything, Field, StateSpec, Window, lay_out
 from penstock.stores import Store, record
 from penstock.stores.version import Version
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import record
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import INCOMING, SUBFOLDER, claim, parse

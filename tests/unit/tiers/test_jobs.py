@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
-from penstock.core.transfer import Load, PageName
+from penstock.core.plan import Load, PageName
 from penstock.worker.jobs import Job, Reports
 
 NAME = PageName(0, b"")

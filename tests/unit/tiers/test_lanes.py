@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from penstock.worker import lanes
-from penstock.worker.lanes import Lane, moment
+from penstock.worker import jobs
+from penstock.worker.jobs import Lane, moment
 
 CPU = torch.device("cpu")
 PIECE = 1000
@@ -39,7 +39,7 @@ class Event:
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> Lane:
-    monkeypatch.setattr(lanes, "_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(jobs, "_PIECE_BYTES", PIECE)
     return Lane("test", CPU)
 
 
@@ -50,7 +50,7 @@ def copies(sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("sizes", [[], [1], [PIECE], [PIECE + 1, 3], [10 * PIECE + 7], [300] * 40, [1, 5000, 1, 999, 2, 1001]])
 def test_everything_is_copied_in_pieces(lane: Lane, sizes: list[int]) -> None:
     pairs = copies(sizes)
-    pieces = list(lanes._cut(pairs))
+    pieces = list(jobs._cut(pairs))
     assert sum(to.nbytes for piece in pieces for to, _ in piece) == sum(sizes)
     assert all(sum(to.nbytes for to, _ in piece) < 2 * PIECE for piece in pieces)
     lane.run(pairs, [moment(CPU)]).wait()
@@ -60,19 +60,19 @@ def test_everything_is_copied_in_pieces(lane: Lane, sizes: list[int]) -> None:
 
 def test_few_pieces_are_under_way_unless_somebody_waits(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(lane)
-    monkeypatch.setattr(lanes, "_event", played.event)
+    monkeypatch.setattr(jobs, "_event", played.event)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     lane._stream = object()  # type: ignore[assignment]
     pairs = copies([PIECE] * 50)
     for _ in range(2):
         lane.run(pairs, [])._future.result()
-    assert played.most <= lanes._PIECES + 2, "and the events behind all of it"
+    assert played.most <= jobs._PIECES + 2, "and the events behind all of it"
     lane.hurry = True
     lane.run(pairs, [])._future.result()
     assert played.most > 50, "who waits has the device wait, not a thread"
     lane.hurry = False
     lane.run(pairs, [])._future.result()
-    assert len(played.open) <= lanes._PIECES + 1
+    assert len(played.open) <= jobs._PIECES + 1
     assert all(torch.equal(to, source) for to, source in pairs)
     lane._stream = None
     lane.close()

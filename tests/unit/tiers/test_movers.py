@@ -14,16 +14,14 @@ import torch
 
 from penstock.cache.tiers import Content
 from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
-from penstock.core.plan import Move, StepPlan
-from penstock.core.steptime import Load as StepLoad
-from penstock.core.steptime import StepTime
-from penstock.core.transfer import Load, PageName, Piece, Save
+from penstock.core.plan import Load, Move, PageName, Piece, Save, StepPlan
+from penstock.core.steptime import Load as StepLoad, StepTime
 from penstock.stores import Store
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
 from penstock.stores.opening import Behind
 from penstock.worker.arena import Arena
-from penstock.worker.lanes import Copy, Fence
+from penstock.worker.jobs import Copy, Fence
 from penstock.worker.movers import Movers
 from tests.unit.stores.pages import layout, version
 

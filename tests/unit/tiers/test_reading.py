@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import record
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
-from penstock.worker import reading
-from penstock.worker.reading import PageReader
+from penstock.worker import movers
+from penstock.worker.movers import PageReader
 from tests.unit.stores.pages import name, page, version
 
 SIZES = (1, 72, 3000, 4096, 10 * 4096 + 8, 64 * 4096, 64 * 4096 + 1, 150 * 4096 + 4000)
@@ -86,9 +86,9 @@ def test_what_is_not_good_is_told(store: DiskStore, size: int) -> None:
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    reading._function.cache_clear()
+    movers._function.cache_clear()
     yield
-    reading._function.cache_clear()
+    movers._function.cache_clear()
 
 
 def test_without_a_compiler_pages_are_read_one_by_one(store: DiskStore, without_compiler: None,

@@ -9,8 +9,7 @@ from penstock import LLM
 from penstock.canary.suite import SKILLS, graded, prompts
 from penstock.cli.eval import answers
 from penstock.core.errors import ConfigError
-from penstock.core.layout import behind, lay_out
-from penstock.core.state import Everything, Field, Snapshot, StateSpec
+from penstock.core.state import Everything, Field, Snapshot, StateSpec, lay_out, layout_behind
 from penstock.ops.codec import Codec, aged
 from penstock.worker.ageing import Ageing
 from penstock.worker.arena import Arena
@@ -25,7 +24,7 @@ def test_pages_come_back_as_their_coding_has_them() -> None:
               StateSpec((Field("k", (1, 16), "float32"), Field("v", (1, 16), "float32")), Everything()),
               StateSpec((Field("s", (4, 8), "float32", per="page"),), Snapshot())]
     here = lay_out(states, PAGE, 1 << 20)
-    there = behind(here, states)
+    there = layout_behind(here, states)
     assert there.groups[0].page_bytes < here.groups[0].page_bytes and there.slabs == here.slabs
     arena = Arena(here, torch.device("cpu"))
     views, ageing = arena.views(states), Ageing(states, here, there)

@@ -15,11 +15,10 @@ import torch
 from penstock.cli.serve import memory_plan
 from penstock.config.resolve import EngineConfig, memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions
-from penstock.core.device import DeviceFacts, Occupancy
 from penstock.core.errors import ConfigError
-from penstock.core.layout import lay_out
+from penstock.core.rank import DeviceFacts, Occupancy
 from penstock.core.request import EngineInfo
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.ops import compile, gpu, registry
 from penstock.platform import kept
 from penstock.worker import memory, rank
@@ -107,8 +106,8 @@ def test_plain_pytorch_serves_and_says_why(capability: tuple[int, int], triton: 
     kernels = registry.bind(facts, torch.bfloat16)
     assert {name for _, name in kernels.table()} == {"reference"}
     [note] = rank.notes(kernels, facts)
-    assert note.startswith("no CUDA graphs: plain PyTorch serves attention, build_step, cache_write, experts, latent_write, "
-                           "lora, rope_write")
+    assert note.startswith("no CUDA graphs: plain PyTorch serves attention, build_step, cache_write, delta_rule, "
+                           "experts, latent_write, lora, rope_write")
     assert reason in note
     assert rank.notes(kernels, DeviceFacts("cpu", "", 0, 1)) == []
     with pytest.raises(ConfigError, match=f"kernel 'triton' cannot serve attention: {reason}"):

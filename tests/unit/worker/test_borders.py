@@ -12,8 +12,8 @@ from penstock.core.plan import Enter, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
-from penstock.worker.borders import border
 from penstock.worker.rows import Rows
+from penstock.worker.sampler import border
 from tests.system.ranks import Shared, Threads
 
 ASKED = [SamplingParams(temperature=temperature, **filtered) for temperature in (0.7, 1.5) for filtered in (

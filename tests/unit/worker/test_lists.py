@@ -9,7 +9,7 @@ from penstock.core.errors import RequestError
 from penstock.core.plan import Enter
 from penstock.core.sampling import EDIT_WORDS, MAX_LIST_WORDS, SamplingParams
 from penstock.ops.sample_table import EDIT_WIDTH, WIDTH
-from penstock.worker.parameters import _block
+from penstock.worker.rows import _block
 
 
 @pytest.mark.parametrize("params", [

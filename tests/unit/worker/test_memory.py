@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from penstock import models
-from penstock.core.device import DeviceFacts
-from penstock.core.layout import lay_out
+from penstock.core.rank import DeviceFacts
+from penstock.core.state import lay_out
 from penstock.ops import registry
 from penstock.worker.dummy import dummy_plan
 from penstock.worker.memory import largest_steps, working_bytes

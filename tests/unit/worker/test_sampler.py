@@ -13,8 +13,7 @@ from penstock.core.plan import NOT_FINITE, Enter, StepPlan
 from penstock.core.sampling import SamplingParams
 from penstock.ops import noise
 from penstock.ops.sample import SampleOps
-from penstock.worker.parameters import Parameters
-from penstock.worker.rows import Rows
+from penstock.worker.rows import Parameters, Rows
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampler
 
 V = 61
@@ -171,6 +170,22 @@ def test_neighbours_do_not_matter() -> None:
     assert together == [_sample(logits, rows, tokens, [i])[0] for i in range(len(params))]
     backwards = list(range(len(params)))[::-1]
     assert _sample(logits, rows, tokens, backwards) == together[::-1]
+
+
+def test_filters_of_neighbours_do_not_matter() -> None:
+    """Each pair of filters: one row's keeps its border whatever the other's is."""
+    filters: list[dict[str, Any]] = [{"top_k": 1}, {"top_k": 5}, {"min_p": 0.02}, {"top_p": 0.6}, {"top_k": 7, "min_p": 0.1},
+                                     {"top_p": 0.9, "top_k": 3}]
+    logits = torch.randn(2, 97, generator=torch.Generator().manual_seed(3)) * 2
+
+    def least(*some: dict[str, Any]) -> list[float]:
+        rows = _rows([[1, 2]] * len(some), [1] * len(some), [SamplingParams(temperature=1.3, **one) for one in some])
+        row = torch.arange(len(some), dtype=torch.int32)
+        return SampleOps().threshold(logits[-len(some):], rows.parameters.table, row).tolist()
+
+    for one in filters:
+        for other in filters:
+            assert least(one, other)[1] == pytest.approx(least(other)[0]), (one, other)
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from penstock.core.layout import CacheLayout, lay_out
-from penstock.core.state import Everything, Field, Snapshot, StateSpec, Window
+from penstock.core.state import CacheLayout, Everything, Field, Snapshot, StateSpec, Window, lay_out
 from penstock.layers.step import StateView
 from penstock.worker.arena import Arena
 
 PAGE = 16
-LATENT = StateSpec((Field("latent", (576,), "bfloat16", split="whole"),), Everything())
+LATENT = StateSpec((Field("latent", (576,), "bfloat16"),), Everything())
 SNAPSHOT = StateSpec((Field("state", (32, 128, 128), "float32", per="page"),), Snapshot())
 CODES = StateSpec((Field("k", (8, 128), "float8_e4m3fn"), Field("v", (8, 128), "float8_e4m3fn"),
                    Field("k_scale", (8,), "float32"), Field("v_scale", (8,), "float32"),

@@ -1,14 +1,13 @@
 """The tiers behind device memory (`hierarchy.py`). The prefix index decides which pages are kept; tiers move the bytes.
 
 Transfers are part of plans. Within a plan the order is: saves, page copies (`core/plan.py::Move`), loads, then the step. So a
-saved page may be reused by a copy, a load or a sequence of the same plan, and the source of a copy may be the target of a load.
-"""
+saved page may be reused by a copy, a load or a sequence of the same plan, and a copy's source may be the target of a load."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.cache.keys import Key
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 
 
 class Content(NamedTuple):

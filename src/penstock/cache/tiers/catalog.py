@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
 from penstock.stores import Entry, Store
 from penstock.stores.record import HEADER_BYTES
 
@@ -91,8 +91,7 @@ class Catalog:
                     told(name, True)
 
     def touch(self, names: Sequence[PageName]) -> None:
-        """Marks these pages, given in context order, as used. The last page becomes the least recent of them, because the end
-        of a context is useless without its beginning."""
+        """Marks these pages, in context order, as used, the last least recently: an end is useless without its beginning."""
         with self._lock:
             for name in reversed(names):
                 if name in self._entries:
@@ -225,8 +224,7 @@ class Keeper:
     """A thread that refreshes a catalog and keeps its store within the bound. A store that hangs must not delay the others."""
 
     def __init__(self, catalog: Catalog, seconds: float) -> None:
-        """Refreshes once, waiting up to _FIRST_SECONDS for it, so that a new engine knows the stored pages; then every
-        `seconds`, or less often if a refresh takes long."""
+        """Refreshes once, waiting up to _FIRST_SECONDS, so that stored pages are known; then every `seconds`, or less often."""
         self._catalog = catalog
         self._seconds = seconds
         self._wake = threading.Event()

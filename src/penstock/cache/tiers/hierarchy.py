@@ -15,10 +15,10 @@ from penstock.cache.keys import Key
 from penstock.cache.tiers import Content, Listener
 from penstock.cache.tiers.catalog import Catalog, Keeper
 from penstock.cache.tiers.host import HostSlots
-from penstock.core.layout import CacheLayout
+from penstock.core.plan import Load, LoadResult, PageName, Piece, Save, Transfer, Write, WriteResult
 from penstock.core.request import TierStats
+from penstock.core.state import CacheLayout
 from penstock.core.steptime import StepTime
-from penstock.core.transfer import Load, LoadResult, PageName, Piece, Save, Transfer, Write, WriteResult
 from penstock.stores import Store
 
 _WEIGHT = 0.2
@@ -43,8 +43,7 @@ class Source:
         """Bytes of in-flight loads."""
 
     def learn(self, nbytes: int, seconds: float, now: float, whole: bool = True) -> None:
-        """Records a load of `nbytes` that took `seconds`. A load that was not `whole` is only an upper bound of the rate, so it
-        can lower the estimate but not raise it."""
+        """Records a load of `nbytes` in `seconds`; one that was not `whole` bounds the rate above, and can only lower it."""
         if nbytes <= 0 or seconds <= 0:
             return
         rate = nbytes / seconds
@@ -75,8 +74,7 @@ class Costs:
         self.sources = dict(tiers)
 
     def worth_loading(self, nbytes: Mapping[str, int], positions: int, now: float, patience: float = math.inf) -> bool:
-        """True if loading `nbytes` from each tier is predicted to be faster than computing `positions` positions and to finish
-        within `patience` seconds."""
+        """Whether loading `nbytes` from each tier should beat computing `positions`, and end within `patience` seconds."""
         slowest = max(self.sources[tier].seconds(n, now) for tier, n in nbytes.items())
         return not self.times.known or slowest < min(self.times.prompt(positions), patience)
 
@@ -89,9 +87,8 @@ class Costs:
 HOST = "host"
 
 _PATIENCE, _LEAST_PATIENCE = 0.5, 0.1
-"""A load may take at most _PATIENCE times the computing time plus _LEAST_PATIENCE seconds. So a request that computes after
-a load that failed takes no longer than 1.5 times computing alone plus 0.2 s: half of that is left for a prediction of the
-computing time that is too long, and for threads that a busy machine wakes up late."""
+"""A load may take at most _PATIENCE times the computing time plus _LEAST_PATIENCE seconds, so that computing after a failed
+load takes at most 1.5 times computing alone plus 0.2 s: half is for predictions that are too long and for late threads."""
 _MOST_PATIENCE = 30.0
 """The timeout of a load in seconds under --cache-load always."""
 _STALLED_SECONDS = 10.0
@@ -134,9 +131,8 @@ class Hierarchy:
         self.policy = policy
         self.host = HostSlots(layout, slabs)
         self._roomy = slabs >= 2 * layout.slabs
-        """True if pages evicted from the device are marked as just used on the host. While the device is refilled once, as many
-        pages are evicted as are saved. A smaller host would then evict pages that the device still has, and would have to save
-        them again when the device evicts them, which delays the step that needs their room."""
+        """True if pages evicted from the device are marked as just used on the host. A smaller host would otherwise evict pages
+        that the device still has, and save them again when the device evicts them, which delays a step that needs room."""
         self._sizes = [group.page_bytes for group in layout.groups]
         self.catalogs = [Catalog(store, self._sizes, bound) for store, bound in stores]
         self.costs = Costs({tier: Source() for tier in (HOST, *(catalog.tier for catalog in self.catalogs))}, times)
@@ -157,9 +153,8 @@ class Hierarchy:
     # -- the interface of the prefix index
 
     def offer(self, pages: Sequence[Content], leaving: bool) -> None:
-        """Offers pages for saving. With `leaving` False they were just committed and stay on the device (write-through); with
-        True they are being evicted, and the plan being made is the last that may read them. Not every evicted page was offered
-        before, and a page may be offered again after it was loaded."""
+        """Offers pages for saving: just committed, and staying on the device (write-through), or `leaving`: evicted, and the
+        plan being made is the last that may read them. Not all of these were offered before; loaded ones may be again."""
         names = [PageName(content.group, content.key) for content in pages]
         if leaving:
             if self._roomy:
@@ -194,9 +189,8 @@ class Hierarchy:
         return [name in self.host or any(name in catalog for catalog in catalogs) for name in names]
 
     def load(self, pages: Sequence[Content], positions: int) -> int | None:
-        """Starts a load into these pages, which nothing else uses, and returns its ticket. None if computing `positions`
-        positions is predicted to be faster, or if a page is no longer in any tier. A LoadResult with the ticket ends the load;
-        until then it owns the pages, even if the request that wanted them has ended."""
+        """Starts a load into these pages, which nothing else uses; its ticket, or None if computing `positions` positions
+        should be faster, or a page is in no tier. The load owns the pages until its LoadResult, also if the request ends."""
         pieces = self._locate(pages)
         if not pieces:
             return None

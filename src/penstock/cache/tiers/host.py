@@ -1,15 +1,14 @@
 """Host slots: maps pages to slots of the host memory arena. Slots have the size of device pages; eviction is LRU.
 
-A slot is free, busy (read or written by an in-flight transfer), or idle. This is bookkeeping only; the worker owns the bytes.
-"""
+A slot is free, busy (read or written by an in-flight transfer), or idle. This is bookkeeping; the worker owns the bytes."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.cache.pool import Pools
-from penstock.core.layout import CacheLayout
-from penstock.core.transfer import PageName
+from penstock.core.plan import PageName
+from penstock.core.state import CacheLayout
 
 
 class HostSlots:
@@ -47,8 +46,7 @@ class HostSlots:
         return self._slots.get(name) == slot or slot in self._doomed.get(name, ())
 
     def touch(self, names: Sequence[PageName]) -> None:
-        """Marks these pages, given in context order, as used. The last page becomes the least recent of them, because the end
-        of a context is useless without its beginning."""
+        """Marks these pages, in context order, as used, the last least recently: an end is useless without its beginning."""
         for name in reversed(names):
             if name in self._slots:
                 self._slots.move_to_end(name)

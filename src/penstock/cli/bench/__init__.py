@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.api import add_model
 from penstock.cli.bench.environment import environment
-from penstock.cli.model import add_model
 from penstock.config.flags import Collect, Parser, add_flags, integer, listed, number
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.cli.api import model_or_canary
 from penstock.cli.bench.figures import percentile
 from penstock.cli.bench.workload import Item, make_workload
-from penstock.cli.model import model_or_canary
 from penstock.config.flags import from_args
 from penstock.config.schema import EngineOptions
 from penstock.config.speculation import speculation

@@ -43,8 +43,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(args.extra_body, dict):
         raise ConfigError("--extra-body must be a JSON object")
     workload = make_workload(args, args.vocab_size, text)
-    arrivals = _arrivals(args, workload)
-    work: Coroutine[Any, Any, dict[str, Any]] = _measure(args, workload, arrivals, percentiles, limits)
+    work: Coroutine[Any, Any, dict[str, Any]] = _measure(args, workload, _arrivals(args, workload), percentiles, limits)
     return uvloop.run(work)
 
 

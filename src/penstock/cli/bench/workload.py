@@ -125,8 +125,7 @@ def _prompt(args: argparse.Namespace, index: int, length: int, blocks: tuple[int
                 yield dice.randrange(first, vocab)
         return
     shared = min(args.random_prefix_len, length)
-    parts = ((f"prefix {args.seed}", shared), (f"{args.seed} {index}", length - shared))
-    for seed, count in parts:
+    for seed, count in ((f"prefix {args.seed}", shared), (f"{args.seed} {index}", length - shared)):
         dice = random.Random(seed)
         for _ in range(count):
             yield dice.randrange(first, vocab)

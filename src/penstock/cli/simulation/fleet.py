@@ -13,11 +13,10 @@ import numpy as np
 
 from penstock.cache.manager import Cache
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.layout import lay_out
 from penstock.core.plan import StepPlan, StepResult, Want
 from penstock.core.request import Request
 from penstock.core.service import Service
-from penstock.core.state import Everything, Field, StateSpec
+from penstock.core.state import Everything, Field, StateSpec, lay_out
 from penstock.core.steptime import TERMS, StepTime
 from penstock.engine.replicas import Balancer
 from penstock.scheduler.admission import Limits

@@ -23,8 +23,10 @@ RULES = (
 
 def routing(config: Config) -> Routing:
     """V3's router (sigmoid with a correction), or V2's (softmax)."""
-    found = parts.sigmoid_routing(config)
-    if not config.named("DeepseekV2ForCausalLM", "deepseek_v2"):
+    found, old = parts.sigmoid_routing(config), config.named("DeepseekV2ForCausalLM", "deepseek_v2")
+    if config.values.get("scoring_func", "") not in ("", "softmax" if old else "sigmoid"):
+        raise config.wrong("scoring_func", "softmax" if old else "sigmoid")
+    if not old:
         return found
     config.absent("norm_topk_prob")
     if config.choice("topk_method", {"greedy": "", "group_limited_greedy": "limited"}) == "":

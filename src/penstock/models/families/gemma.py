@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from penstock.models import family
 from penstock.models.families import llama
-from penstock.models.family import Config, Like, ModelSpec, parts, rope, rules
+from penstock.models.family import Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, parts, rope, rules
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)
@@ -18,8 +17,8 @@ GEMMA2 = (*rules.EMBEDDING, *rules.ATTENTION, *rules.MLP, *rules.SANDWICH_NORMS)
 _norm = partial(parts.rms_norm, offset=1.0)
 
 
-def _embedding(config: Config) -> family.EmbeddingSpec:
-    return family.EmbeddingSpec(config.integer("hidden_size") ** 0.5, True)
+def _embedding(config: Config) -> EmbeddingSpec:
+    return EmbeddingSpec(config.integer("hidden_size") ** 0.5, True)
 
 
 def spec(config: Config) -> ModelSpec:
@@ -36,7 +35,7 @@ def _sandwiched(config: Config, softcap: float, attends: Mapping[str, Any], **mo
     capped = config.nullable_number("final_logit_softcapping", softcap)
     return llama.spec(config, norm=_norm, mlp=partial(parts.gated_mlp, activation="hidden_activation"), post=True,
                       attends={**attends, "scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5},
-                      head=family.HeadSpec(config.flag("tie_word_embeddings", True), softcap=capped),
+                      head=HeadSpec(config.flag("tie_word_embeddings", True), softcap=capped),
                       embedding=_embedding(config), **more)
 
 
@@ -48,8 +47,7 @@ def gemma2(config: Config) -> ModelSpec:
 
 
 def gemma3(config: Config) -> ModelSpec:
-    """Queries and keys are normed. Sliding layers have a rotation of their own: older configs have two bases, today's two
-    entries."""
+    """Queries and keys are normed; sliding layers rotate in their own way: two bases in older configs, two entries today."""
     config.absent("use_bidirectional_attention", "attn_logit_softcapping")
     size, positions = parts.head_size(config), config.integer("max_position_embeddings")
     given, every = config.values.get("rope_parameters"), config.integer("sliding_window_pattern", 6)

@@ -21,10 +21,9 @@ def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp:
          fraction: float = 1.0, interleaved: bool = False, turn: RopeSpec | None = None,
          windows: Callable[[Config], list[int]] | None = None, attends: Mapping[str, Any] | None = None,
          full: Mapping[str, Any] | None = None, **more: Any) -> ModelSpec:
-    """`mlps`: the layers' feed-forward parts, if they are not an `mlp` each. `normed`: queries and keys are, "before" or
-    "after" rotation, or over all heads together ("whole"). `turn`: the rotation, if it is not that of the three before it.
-    `windows`: of each layer. `attends`: other fields of attention; `full`: of that in layers without a window. `more`: as
-    `parts.layered` takes it."""
+    """`mlps`: feed-forward parts, if not an `mlp` each. `normed`: queries and keys are, "before" or "after" rotation, or over
+    all heads together ("whole"). `turn`: the rotation, if it is not that of the three before it. `windows`: of each layer.
+    `attends`: other fields of attention; `full`: of that in layers without a window. `more`: of `parts.layered`."""
     each, bias = norm(config), config.flag("attention_bias", False)
     turn = turn or rope(config, parts.head_size(config), theta=theta, fraction=fraction, interleaved=interleaved)
     attention = parts.attention(config, rope=turn, bias=bias, output_bias=config.flag("attention_out_bias", bias),
@@ -94,8 +93,7 @@ def granite(config: Config, *, mlps: Callable[[Config], MixerSpec] | None = None
     return spec(config, mlps=mlps, attends={"scale": config.number("attention_multiplier", 1.0)},
                 scale=config.number("residual_multiplier", 1.0),
                 embedding=family.EmbeddingSpec(config.number("embedding_multiplier", 1.0)),
-                head=family.HeadSpec(config.flag("tie_word_embeddings", False),
-                                     divisor=config.number("logits_scaling", 1.0)))
+                head=family.HeadSpec(config.flag("tie_word_embeddings", False), divisor=config.number("logits_scaling", 1.0)))
 
 
 def baichuan(config: Config) -> ModelSpec:

@@ -28,5 +28,6 @@ def spec(config: Config) -> ModelSpec:
     attention = parts.attention(config, rope=None, scale=given.number("softmax_scale", parts.head_size(config) ** -0.5),
                                 slopes=slopes, clip=given.nullable_number("clip_qkv", 0.0))
     # transformers' modules have this ratio whatever the config says.
-    return parts.layered(config, attention, MLPSpec(width, 4 * width, "gelu", gated=False), norm, head=HeadSpec(True),
+    return parts.layered(config, attention, MLPSpec(width, 4 * width, "gelu", gated=False), norm,
+                         head=HeadSpec(config.flag("tie_word_embeddings", True)),
                          max_positions=config.integer("max_seq_len", 2048))

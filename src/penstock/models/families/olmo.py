@@ -1,5 +1,4 @@
-"""OLMo 2 and 3, and EXAONE 4: norms after each branch, not before. OLMo's queries and keys are normed over all heads together,
-EXAONE's by head."""
+"""OLMo 2 and 3, EXAONE 4: norms after each branch. Queries and keys are normed, OLMo's over all heads, EXAONE's by head."""
 
 from dataclasses import replace
 
@@ -27,8 +26,7 @@ def olmo3(config: Config) -> ModelSpec:
     size, given = parts.head_size(config), config.values.get("rope_parameters")
     far = rope(config, size, layer_type="full_attention", theta=500000.0)
     nested = isinstance(given, dict) and "sliding_attention" in given
-    near = (rope(config, size, layer_type="sliding_attention", theta=500000.0) if nested
-            else replace(far, scaling=NoScaling()))
+    near = (rope(config, size, layer_type="sliding_attention", theta=500000.0) if nested else replace(far, scaling=NoScaling()))
     return llama.spec(config, normed="whole", turn=near, full={"rope": far}, pre=False, post=True,
                       windows=llama.slides(lambda layer: (layer + 1) % 4 != 0),
                       max_positions=far.scaling.reach(config.integer("max_position_embeddings")))

@@ -5,7 +5,7 @@ from functools import partial
 
 from penstock.layers.delta import DeltaSpec
 from penstock.models.families import llama
-from penstock.models.family import Config, Like, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
+from penstock.models.family import ACTIVATIONS, Config, Like, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
 from penstock.ops.delta import DeltaShape
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "MiMoForCausalLM")
@@ -40,6 +40,8 @@ def qwen2_moe(config: Config) -> ModelSpec:
 
 def qwen3_next(config: Config) -> ModelSpec:
     """Gated delta nets, and every fourth layer attention whose results are gated. Norms but those of the former are 1 + w."""
+    if config.choice("hidden_act", ACTIVATIONS) != "silu":
+        raise config.wrong("hidden_act", "silu, which is that of the delta nets' convolution, too")
     norm, layers = parts.rms_norm(config, 1.0), config.integer("num_hidden_layers")
     every = config.integer("full_attention_interval", 4)
     attention = parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.25), norm=QueryKeyNorm(norm),
@@ -80,5 +82,6 @@ LIKE = (
          partial(llama.spec, normed="before", windows=upper_windows)),
     Like(("Qwen3MoeForCausalLM",), ("qwen3_moe",),
          {**DEFAULTS, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
-         partial(llama.spec, normed="before", windows=upper_windows, mlps=parts.some_experts), (*rules.EXPERTS, *rules.LLAMA)),
+         partial(llama.spec, normed="before", windows=lambda config: config.windows(lambda _layer: True, _window(config)),
+                 mlps=parts.some_experts), (*rules.EXPERTS, *rules.LLAMA)),
 )

@@ -30,6 +30,7 @@ constexpr int MR = 4, NV = 2;
 
 struct Arguments {
     const void *q, *k, *v;
+    // No table: a query sees all of its segment, whose keys and values are the step's own, as pages of one; no context then.
     const int32_t *table, *query_start, *context;
     void* out;
     int64_t q_token, q_head, k_page, k_head, k_slot, v_page, v_head, v_slot, table_row;
@@ -196,7 +197,12 @@ struct Attention {
     // Position of a tile's query.
     int64_t position(const Tile& t, int64_t query) const {
         if (branches(t)) return a.origins[t.segment] - 1 + __builtin_popcountll(ancestors(t));
-        return a.context[t.segment] - queries(t) + t.first + query;
+        return (a.table ? a.context[t.segment] - queries(t) : 0) + t.first + query;
+    }
+    // Position of the last key that it sees.
+    int64_t last_seen(const Tile& t, int64_t query) const {
+        if (a.table) return position(t, query);
+        return std::min(queries(t), a.window ? position(t, query) + a.window : INT64_MAX) - 1;
     }
     int64_t first_seen(int64_t position) const { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; }
 
@@ -214,8 +220,8 @@ struct Attention {
     }
 
     // Weights of one row of scores over block `begin`, of which `count` were computed: masks, updates top and sum, rescales the
-    // row's values. WHOLE: there are BLOCK scores, all visible. A score is raised by slope for each position that its key is
-    // behind `begin` - `at`.
+    // row's values. WHOLE: there are BLOCK scores, all visible. A score loses slope for each position between its key and
+    // `begin` + `at`.
     template <bool WHOLE>
     INLINE void weigh(float* scores, int64_t count, int64_t low, int64_t high, float slope, int64_t at, Softmax s,
                       int64_t row) const {
@@ -225,7 +231,7 @@ struct Attention {
         for (int64_t n = 0; n < vectors; n++) {
             vf v = load(scores + n * VW);
             if (softcap != 0.0f) v = softcap * vtanh(v / softcap);
-            if (slope != 0.0f) v += slope * __builtin_convertvector(iota() + (int32_t)(n * VW - at), vf);
+            if (slope != 0.0f) v -= slope * vabs(__builtin_convertvector(iota() + (int32_t)(n * VW - at), vf));
             if (!WHOLE) {
                 vi at = iota() + (int32_t)(n * VW);
                 v = at < (int32_t)low ? set1(NONE) : v;
@@ -254,7 +260,7 @@ struct Attention {
     void weigh_rows(const Tile& t, float* scores, int64_t count, int64_t begin, Softmax s) const {
         for (int64_t r = 0; r < t.count * groups; r++) {
             const int64_t at = position(t, r / groups), low = std::max<int64_t>(0, first_seen(at) - begin);
-            const int64_t high = std::min<int64_t>(at - begin, BLOCK);
+            const int64_t high = std::min<int64_t>(last_seen(t, r / groups) - begin, BLOCK);
             const float slope = a.slopes ? a.slopes[head(t, r)] : 0.0f;
             if (count == BLOCK && low == 0 && high >= BLOCK - 1)
                 weigh<true>(scores + r * BLOCK, count, low, high, slope, at - begin, s, r);
@@ -274,8 +280,8 @@ struct Attention {
         found = Entries{};
         const int64_t from = std::max(begin, live), to = std::min(begin + BLOCK, end);
         if (from >= to) return;
-        const int32_t* page = a.table + t.segment * a.table_row + from / a.page;
-        int64_t slot = from % a.page;
+        const int32_t* table = a.table ? a.table + t.segment * a.table_row : nullptr;
+        int64_t page = from / a.page, slot = from % a.page;
         const int64_t origin = branches(t) ? a.origins[t.segment] : to;
         uint64_t left = branches(t) ? ancestors(t) : 0;
         for (int64_t i = origin; i < from; i++) left &= left - 1;
@@ -283,13 +289,14 @@ struct Attention {
             if (i >= origin) {
                 const int64_t at = origin + __builtin_ctzll(left);
                 left &= left - 1;
-                page = a.table + t.segment * a.table_row + at / a.page, slot = at % a.page;
+                page = at / a.page, slot = at % a.page;
             }
-            found.key[i - begin] = (const C*)a.k + *page * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
-            found.value[i - begin] = (const C*)a.v + *page * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
+            const int64_t place = table ? table[page] : a.query_start[t.segment] + page;
+            found.key[i - begin] = (const C*)a.k + place * a.k_page + t.kv_head * a.k_head + slot * a.k_slot;
+            found.value[i - begin] = (const C*)a.v + place * a.v_page + t.kv_head * a.v_head + slot * a.v_slot;
             if constexpr (CODED) {
-                found.scale[0][i - begin] = a.key.at(*page, t.kv_head, slot);
-                found.scale[1][i - begin] = a.value.at(*page, t.kv_head, slot);
+                found.scale[0][i - begin] = a.key.at(place, t.kv_head, slot);
+                found.scale[1][i - begin] = a.value.at(place, t.kv_head, slot);
             }
             if (++slot == a.page) slot = 0, page++;
         }
@@ -321,7 +328,7 @@ struct Attention {
     // Adds part `part` of the keys to s, which is clear.
     void run_part(const Tile& t, int64_t part, const float* q, Softmax s) const {
         const int64_t rows = t.count * groups;
-        const int64_t oldest = first_seen(position(t, 0)), newest = position(t, t.count - 1);
+        const int64_t oldest = first_seen(position(t, 0)), newest = last_seen(t, t.count - 1);
         const int64_t live = first_seen(position(t, 0) - t.first);  // before it, pages may be stale
         float* keys = (float*)pool::scratch(4, (a.size * BLOCK + BLOCK * padded + rows * BLOCK) * sizeof(float));
         float *values = keys + a.size * BLOCK, *scores = values + BLOCK * padded;
@@ -381,9 +388,9 @@ struct Attention {
                 for (int64_t h = 0; h < a.kv_heads; h++) {
                     Tile t{(int32_t)s, (int32_t)h, first, std::min(most, n - first), 0, 0, *parts};
                     t.first_part = first_seen(position(t, 0)) / PART;
-                    t.last_part = position(t, t.count - 1) / PART + 1;
+                    t.last_part = last_seen(t, t.count - 1) / PART + 1;
                     *parts += t.last_part - t.first_part;
-                    *cost += (position(t, t.count - 1) + 1 - first_seen(position(t, 0))) * (t.count * groups + 4) * a.size;
+                    *cost += (last_seen(t, t.count - 1) + 1 - first_seen(position(t, 0))) * (t.count * groups + 4) * a.size;
                     found.push_back(t);
                 }
         return found;

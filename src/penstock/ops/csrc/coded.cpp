@@ -4,7 +4,7 @@
 // panel, blocks of BLOCK columns follow each other:
 //    8 bits  [8 quads of columns][PANEL][4 columns], codes + BIAS
 //    4 bits  [4 pairs of quads][PANEL][4]: the first quad's codes in the low half of a byte, the second's in the high half
-//    6 bits  the low 4 as above, then the high 2: [2 fours of quads][PANEL][4], the first quad's in the lowest bits
+//    6 bits  [2 fours of quads][3][PANEL][4]: the codes of a four's first three quads, each with 2 bits of the fourth's above it
 // Scales are in a separate array, by panels: see Scales. The sum over a block is exact in int32; blocks are added in float32
 // in the order of k, so that the bits of an output depend on its row and column alone.
 #if defined(__AMX_INT8__)
@@ -13,6 +13,7 @@
 #endif
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "coded.h"
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int PANEL = 16, BLOCK = 32, QUADS = BLOCK / 4;
 constexpr int64_t PASS = 256;   // rows at a time
-constexpr int64_t TASK = 65536; // bytes of codes that a task takes at least, where there are few rows
+constexpr int64_t TASK = 262144; // bytes of codes that a task takes at least, where there are enough of them
 
 #if defined(__AVX512F__)
 constexpr int BIAS = 128, TALLEST = 8;
@@ -97,23 +98,22 @@ static INLINE void expand(const uint8_t* codes, int first, vi* w) {
         for (int j = 0; j < QUADS; j++) w[j] = load_ints(codes + j * LINE);
         return;
     }
+    if constexpr (BITS == 6) {
+#pragma GCC unroll 2
+        for (int j = 0; j < QUADS; j += 4) {
+            const vi a = load_ints(codes + j / 4 * 3 * LINE), b = load_ints(codes + (j / 4 * 3 + 1) * LINE);
+            const vi c = load_ints(codes + (j / 4 * 3 + 2) * LINE), low = every(0x3f3f3f3f);
+            w[j] = a & low, w[j + 1] = b & low, w[j + 2] = c & low;
+            w[j + 3] = (a >> 2 & 0x30303030) | (b >> 4 & 0x0c0c0c0c) | (c >> 6 & 0x03030303);
+        }
+        return;
+    }
     const vi low = every(0x0f0f0f0f);
 #pragma GCC unroll 4
     for (int j = 0; j < QUADS; j += 2) {
         vi both = load_ints(codes + j / 2 * LINE);
         w[j] = both & low;
-        w[j + 1] = (vi)((vu)both >> 4) & low;
-    }
-    if constexpr (BITS == 6) {
-        const vi two = every(0x30303030);
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            vu high = (vu)load_ints(codes + (QUADS / 2 + i) * LINE);
-            w[4 * i] |= (vi)(high << 4) & two;
-            w[4 * i + 1] |= (vi)(high << 2) & two;
-            w[4 * i + 2] |= (vi)high & two;
-            w[4 * i + 3] |= (vi)(high >> 2) & two;
-        }
+        w[j + 1] = both >> 4 & low;
     }
 }
 
@@ -133,53 +133,67 @@ static inline int64_t scale_bytes(int64_t kind) {
 template <int64_t KIND>
 struct Scales {
     static constexpr bool SHIFTS = KIND == KIND_F32S || KIND == KIND_F16S || KIND == KIND_K45, HALVES = KIND == KIND_K6;
-    vf scale, shift;  // of the current block; K6: scale is that of the first half, shift of the second
+    static constexpr bool SUPERS = KIND == KIND_K45 || KIND == KIND_K6;
+    // Of the current block, of k-quants without d and dmin. K6: scale is that of the first half, shift of the second.
+    vf scale, shift;
     // Group `group` of a panel's scales, block `b` of it, rows from `first` on.
     INLINE void read(const uint8_t* at, int64_t b, int first) {
-        if constexpr (KIND == KIND_F32 || KIND == KIND_F32S) {
-            scale = load((const float*)at + first);
-            if constexpr (SHIFTS) shift = load((const float*)at + PANEL + first);
-        } else if constexpr (KIND == KIND_F16 || KIND == KIND_F16S) {
-            scale = load((const f16*)at + first);
-            if constexpr (SHIFTS) shift = load((const f16*)at + PANEL + first);
-        } else if constexpr (KIND == KIND_K45) {
-            const uint8_t* small = at + PANEL * (4 + 2 * b);
-            scale = load((const f16*)at + first) * as_floats(load_bytes(small + first));
-            shift = -(load((const f16*)at + PANEL + first) * as_floats(load_bytes(small + PANEL + first)));
+        if constexpr (SUPERS) {
+            const int8_t* small = (const int8_t*)at + PANEL * ((HALVES ? 2 : 4) + 2 * b);  // K45: at most 63
+            scale = as_floats(load_bytes(small + first));
+            shift = as_floats(load_bytes(small + PANEL + first));
         } else {
-            const int8_t* small = (const int8_t*)at + PANEL * (2 + 2 * b);
-            const vf d = load((const f16*)at + first);
-            scale = d * as_floats(load_bytes(small + first));
-            shift = d * as_floats(load_bytes(small + PANEL + first));
+            using Unit = std::conditional_t<KIND == KIND_F32 || KIND == KIND_F32S, float, f16>;
+            scale = load((const Unit*)at + first);
+            if constexpr (SHIFTS) shift = load((const Unit*)at + PANEL + first);
         }
     }
 };
 
-// Rows of x rounded to int8: codes [rows][k], for each block a scale, and the sums of each half of its codes.
+// A row's products with VW rows of a panel. A superblock's are added before they are multiplied by its d and dmin.
+template <int64_t KIND>
+struct Sum {
+    vf total = {}, part = {}, shifts = {};
+    // a: the sums of a block of codes; of K6 those of its first half, c those of the second. d, moved: x's scale and that times
+    // the sum of its codes.
+    INLINE void add(const Scales<KIND>& now, float d, float moved, vi a, vi c = vi{}) {
+        vf &sum = Scales<KIND>::SUPERS ? part : total, &rest = Scales<KIND>::SUPERS ? shifts : total;
+        const vf first = as_floats(a) * (Scales<KIND>::HALVES ? now.scale : set1(d));
+        sum = Scales<KIND>::HALVES ? fma(fma(as_floats(c), now.shift, first), set1(d), sum) : fma(first, now.scale, sum);
+        if constexpr (Scales<KIND>::SHIFTS) rest = fma(set1(moved), now.shift, rest);
+    }
+    // Ends a superblock, whose scales are at `at`.
+    INLINE void close(const uint8_t* at, int first) {
+        total = fma(part, load((const f16*)at + first), total), part = vf{};
+        if constexpr (KIND == KIND_K45) total = fma(-shifts, load((const f16*)at + PANEL + first), total), shifts = vf{};
+    }
+};
+
+// Rows of x rounded to int8: codes [rows][k], and for each block a scale, that times the sum of its codes, and -offset times the
+// sum of its codes, by which products of codes begin (K6: of each half of them).
 struct Rows {
     int8_t* codes;
-    float* scales;
-    int32_t* sums;  // [rows][blocks][2]
+    float *scales, *moved;
+    int32_t* begins;  // [rows][blocks][2]
     int64_t k, blocks;
 };
+constexpr int64_t ROW_BLOCK = 16;  // bytes of a block of a row beside its codes
 
 // out [M][PANEL] = rows [first, first + M) of x times a panel of the matrix.
 template <int BITS, int64_t KIND, int M>
 void tile(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out) {
-    const int64_t blocks = x.blocks, stride = scale_bytes(KIND);
-    const int32_t offset = (int32_t)m.offset;
+    const int64_t blocks = x.blocks, stride = scale_bytes(KIND), group = Scales<KIND>::SUPERS ? SUPER : m.group;
     // One row takes all of a panel at once: in a second pass, over a panel in the cache, nothing would come from memory.
     constexpr int WIDE = M == 1 ? PANEL / VW : 1;
     for (int begin = 0; begin < PANEL; begin += WIDE * VW) {
         const uint8_t* codes = m.codes + panel * blocks * block_bytes<BITS>;
         const uint8_t* scales = m.scales + panel * ((blocks + m.group - 1) / m.group) * stride;
         const int8_t* xs = x.codes + row * x.k;
-        const float* dx = x.scales + row * blocks;
-        const int32_t* sx = x.sums + row * blocks * 2;
-        vf total[WIDE][M] = {};
+        const float *dx = x.scales + row * blocks, *moved = x.moved + row * blocks;
+        const int32_t* begins = x.begins + row * blocks * 2;
+        Sum<KIND> sums[WIDE][M];
         Scales<KIND> now;
-        for (int64_t b = 0, in_group = 0; b < blocks; b++, in_group++, codes += block_bytes<BITS>, xs += BLOCK, dx++, sx += 2) {
-            if (in_group == m.group) in_group = 0, scales += stride;
+        for (int64_t b = 0, in_group = 0; b < blocks; b++, codes += block_bytes<BITS>, xs += BLOCK, dx++, moved++, begins += 2) {
             for (size_t i = 0; i < block_bytes<BITS>; i += 64) __builtin_prefetch(codes + 4096 + i, 0, 2);
             __builtin_prefetch(scales + 1024, 0, 2);
 #pragma GCC unroll 4
@@ -191,23 +205,21 @@ void tile(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out
 #pragma GCC unroll 8
                 for (int r = 0; r < M; r++) {
                     const int8_t* quad = xs + r * x.k;
-                    const int32_t* sums = sx + r * blocks * 2;
-                    const float d = dx[r * blocks];
-                    vf& sum = total[part][r];
-                    if constexpr (Scales<KIND>::HALVES) {
-                        const vi a = dots<BITS, QUADS / 2>(every(-offset * sums[0]), w, quad);
-                        const vi c = dots<BITS, QUADS / 2>(every(-offset * sums[1]), w + QUADS / 2, quad + BLOCK / 2);
-                        sum = fma(fma(as_floats(c), now.shift, as_floats(a) * now.scale), set1(d), sum);
-                    } else {
-                        const vi a = dots<BITS, QUADS>(every(-offset * (sums[0] + sums[1])), w, quad);
-                        sum = fma(as_floats(a) * set1(d), now.scale, sum);
-                        if constexpr (Scales<KIND>::SHIFTS) sum = fma(set1(d * (float)(sums[0] + sums[1])), now.shift, sum);
-                    }
+                    const int32_t* from = begins + r * blocks * 2;
+                    constexpr int N = Scales<KIND>::HALVES ? QUADS / 2 : QUADS;
+                    const vi a = dots<BITS, N>(KIND == KIND_K45 ? vi{} : every(from[0]), w, quad);  // K45 has no offset
+                    const vi c = N < QUADS ? dots<BITS, N>(every(from[1]), w + QUADS / 2, quad + BLOCK / 2) : vi{};
+                    sums[part][r].add(now, dx[r * blocks], moved[r * blocks], a, c);
                 }
             }
+            if (++in_group < group) continue;
+            if constexpr (Scales<KIND>::SUPERS)
+                for (int part = 0; part < WIDE; part++)
+                    for (int r = 0; r < M; r++) sums[part][r].close(scales, begin + part * VW);
+            in_group = 0, scales += stride;
         }
         for (int part = 0; part < WIDE; part++)
-            for (int r = 0; r < M; r++) store(out + r * PANEL + begin + part * VW, total[part][r]);
+            for (int r = 0; r < M; r++) store(out + r * PANEL + begin + part * VW, sums[part][r].total);
     }
 }
 
@@ -271,11 +283,10 @@ void high(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out
     alignas(64) vi sums[HEIGHT];
     const uint8_t* codes = expanded;
     const uint8_t* scales = m.scales + panel * ((x.blocks + m.group - 1) / m.group) * scale_bytes(KIND);
-    vf total[HEIGHT] = {};
+    Sum<KIND> total[HEIGHT];
     Scales<KIND> now;
     for (int64_t b = 0, in_group = 0; b < x.blocks; b++, codes += block_bytes<8>) {
-        if (in_group == m.group) in_group = 0, scales += scale_bytes(KIND);
-        now.read(scales, in_group++, 0);
+        now.read(scales, in_group, 0);
         _tile_loadd(1, x.codes + row * x.k + b * BLOCK, x.k);
         _tile_loadd(2, codes, 64);
         _tile_zero(0);
@@ -285,12 +296,13 @@ void high(const Rows& x, int64_t row, const Matrix& m, int64_t panel, float* out
 #pragma GCC unroll 16
         for (int r = 0; r < HEIGHT; r++) {
             const int64_t at = (row + r) * x.blocks + b;
-            total[r] = fma(as_floats(sums[r]) * set1(x.scales[at]), now.scale, total[r]);
-            if constexpr (Scales<KIND>::SHIFTS)
-                total[r] = fma(set1(x.scales[at] * (float)(x.sums[2 * at] + x.sums[2 * at + 1])), now.shift, total[r]);
+            total[r].add(now, x.scales[at], x.moved[at], sums[r]);
         }
+        if (++in_group < m.group) continue;
+        for (int r = 0; Scales<KIND>::SUPERS && r < HEIGHT; r++) total[r].close(scales, 0);
+        in_group = 0, scales += scale_bytes(KIND);
     }
-    for (int r = 0; r < HEIGHT; r++) store(out + r * PANEL, total[r]);
+    for (int r = 0; r < HEIGHT; r++) store(out + r * PANEL, total[r].total);
 }
 
 Tile highest(int64_t kind) {
@@ -306,12 +318,13 @@ Tile highest(int64_t) { return nullptr; }
 
 // x [rows, k] to int8. `fixed`: null, or the scale of all (fixed[0] > 0), or a scale for each row (fixed[0] == 0).
 template <class T>
-void round_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, const float* fixed, const Rows& out) {
+void round_rows(const T* x, int64_t rows, const CodedCall& call, const Rows& out) {
+    const int64_t k = call.matrix.k, offset = call.matrix.offset;
+    const float* fixed = call.fixed;
     pool::parallel_if(rows * k > 65536, rows, [&](int64_t r) {
-        const T* from = x + r * ldx;
-        float whole = 0;
-        if (fixed && fixed[0] > 0) whole = fixed[0];
-        if (fixed && !(fixed[0] > 0)) {
+        const T* from = x + r * call.ldx;
+        float whole = fixed ? fixed[0] : 0;
+        if (fixed && !(whole > 0)) {
             vf peak = {};
             for (int64_t i = 0; i < k; i += VW) peak = vmax(peak, vabs(load_upto(from + i, k - i)));
             whole = hmax(peak) / 127;
@@ -326,8 +339,7 @@ void round_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, const float* f
             const float d = fixed ? whole : hmax(peak) / 127;
             const float inverse = d > 0 ? 1.0f / d : 0;
             int8_t* to = out.codes + r * out.k + b * BLOCK;
-            int32_t* sums = out.sums + (r * out.blocks + b) * 2;
-            sums[0] = sums[1] = 0;
+            int32_t sums[2] = {};
             for (int i = 0; i < BLOCK / VW; i++) {
                 vf scaled = fixed ? v[i] / set1(d > 0 ? d : 1.0f) : v[i] * inverse;
                 scaled = scaled > 127.0f ? set1(127.0f) : scaled < -127.0f ? set1(-127.0f) : scaled;
@@ -338,7 +350,11 @@ void round_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, const float* f
                 memcpy(to + i * VW, &narrow, sizeof narrow);
                 sums[i * VW / (BLOCK / 2)] += (int32_t)hsum(as_floats(code));
             }
-            out.scales[r * out.blocks + b] = d;
+            const int64_t at = r * out.blocks + b;
+            out.scales[at] = d;
+            out.moved[at] = d * (float)(sums[0] + sums[1]);
+            out.begins[2 * at] = (int32_t)-offset * (sums[0] + (call.kind == KIND_K6 ? 0 : sums[1]));
+            out.begins[2 * at + 1] = (int32_t)-offset * sums[1];
         }
     });
 }
@@ -360,7 +376,7 @@ void product(const CodedCall* calls, int64_t number) {
     std::vector<Part> parts;
     int64_t rows = 0;
     for (int64_t i = 0; i < number; i++) rows = std::min(PASS, rows + calls[i].rows);
-    char* memory = (char*)pool::scratch(0, rows * (padded + blocks * 12) + HEIGHT * padded + 64);
+    char* memory = (char*)pool::scratch(0, rows * (padded + blocks * ROW_BLOCK) + HEIGHT * padded + 64);
     rows = 0;
     auto run = [&] {
         pool::parallel_if(rows * n * k > 400000, tasks * (int64_t)parts.size(), [&](int64_t place) {
@@ -395,9 +411,10 @@ void product(const CodedCall* calls, int64_t number) {
     for (const CodedCall* c = calls; c < calls + number; c++)
         for (int64_t at = 0, count; at < c->rows; at += count) {
             count = std::min(PASS - rows, c->rows - at);
-            char* own = memory + rows * (padded + blocks * 12);
-            const Rows packed{(int8_t*)(own + count * blocks * 12), (float*)own, (int32_t*)(own + count * blocks * 4), padded, blocks};
-            round_rows((const T*)c->x + at * c->ldx, c->ldx, count, k, c->fixed, packed);
+            char* own = memory + rows * (padded + blocks * ROW_BLOCK);
+            const Rows packed{(int8_t*)(own + count * blocks * ROW_BLOCK), (float*)own, (float*)own + count * blocks,
+                              (int32_t*)own + 2 * count * blocks, padded, blocks};
+            round_rows((const T*)c->x + at * c->ldx, count, *c, packed);
             parts.push_back({c, at, count, packed});
             if ((rows += count) == PASS) run();
         }
@@ -413,7 +430,7 @@ struct Source {
     int64_t row_bytes, block_bytes, offset, form;  // block_bytes: of 32 columns, from CHUNKS on of 256
 };
 
-constexpr uint32_t LOW = 0x0F0F0F0F, HIGH_TWO = 0x03030303;
+constexpr uint32_t LOW = 0x0F0F0F0F;
 
 // The codes of block b of a row, a byte each, zeros beyond column k.
 void read_block(const Source& s, int64_t row, int64_t b, int64_t k, uint32_t* word) {
@@ -463,11 +480,9 @@ EXPORT int64_t penstock_coded_pack(const uint8_t* rows, int64_t row_bytes, int64
                 uint32_t word[8] = {}, *line = (uint32_t*)(to + (p * blocks + b) * block_size) + lane;
                 if (p * PANEL + lane < n) read_block(source, p * PANEL + lane, b, k, word);
                 for (int q = 0; bits == 8 && q < 8; q++) line[q * PANEL] = word[q] ^ flip;
-                for (int q = 0; bits < 8 && q < 4; q++) line[q * PANEL] = (word[2 * q] & LOW) | (word[2 * q + 1] & LOW) << 4;
-                for (int q = 0; bits == 6 && q < 8; q++) {
-                    uint32_t& high = line[(4 + q / 4) * PANEL];
-                    high = (q % 4 ? high : 0) | (word[q] >> 4 & HIGH_TWO) << q % 4 * 2;
-                }
+                for (int q = 0; bits == 4 && q < 4; q++) line[q * PANEL] = (word[2 * q] & LOW) | (word[2 * q + 1] & LOW) << 4;
+                for (int q = 0; bits == 6 && q < 6; q++)
+                    line[q * PANEL] = word[q / 3 * 4 + q % 3] | (word[q / 3 * 4 + 3] >> (4 - q % 3 * 2) & 0x03030303) << 6;
             }
     });
     return bits == 8 ? BIAS : 0;

@@ -33,11 +33,10 @@ constexpr int max_rows = 4;
 constexpr int strip_vectors(int) { return 2; }
 #endif
 
-constexpr int64_t SLICE = 16384;  // bytes of a panel that stay in L1 while all row blocks use them
+constexpr int64_t SLICE = 16384;  // bytes of a panel that stay in L1 while all row blocks of a task use them
 constexpr int64_t ROWS = 256;     // rows per task: their partial sums and slices of x stay in L2
 constexpr int64_t PASS = 512;     // rows per pass: more are several passes
-constexpr int64_t GROUP = 4;      // panels per task: a slice of x is read once for all of them
-constexpr int64_t FEW = 4;        // row blocks up to which the panel, not x, is the larger stream
+constexpr int64_t GROUP = 4;      // panels per task: a slice of x comes into L2 once for all of them
 constexpr int64_t AHEAD = 4096;   // prefetch distance within a stream, in bytes
 
 // Layout and widening of an element type: STEP consecutive k are stored together.
@@ -187,9 +186,10 @@ struct Pass {
     // With few rows the weights are streamed once over the whole of k; with more, slices of k are kept in L1.
     const bool flow = rows < 4 && blocks.count == 1 && strip_vectors((int)rows) == NV;
     const int64_t kc = std::is_same_v<T, code> ? CHUNK : flow ? pk : SLICE / (NR * (int64_t)sizeof(T));
-    const int64_t task_blocks = std::max<int64_t>(1, ROWS / max_rows<T>);
+    const int64_t task_blocks = (ROWS + max_rows<T> - 1) / max_rows<T>;  // so that PASS rows are two equal tasks
     const int64_t row_tasks = (blocks.count + task_blocks - 1) / task_blocks;
     const int64_t group = panels_of_a_task(), groups = (panels + group - 1) / group;
+    // By slices of kc, then row blocks: what a task reads of a slice is one run of memory, whose lines lie in all sets of L2.
     float* const packed = (float*)pool::scratch(0, rows * pk * sizeof(float));
 
     int64_t panels_of_a_task() const {
@@ -203,7 +203,11 @@ struct Pass {
 
     void run() const {
         pool::parallel_if(rows * k > 65536, blocks.count, [&](int64_t b) {
-            pack_rows(x + blocks.begin(b) * ldx, ldx, blocks.rows(b), k, pk, packed + blocks.begin(b) * pk);
+            const int64_t r = blocks.begin(b), m = blocks.rows(b);
+            for (int64_t at = 0; at < pk; at += kc) {
+                const int64_t length = std::min(kc, pk - at);
+                pack_rows(x + r * ldx + at, ldx, m, std::min(length, k - at), length, packed + at * rows + r * length);
+            }
         });
         const bool worth = rows * n * k > 200000 || n * k > 65536;
         pool::parallel_if(worth, groups * row_tasks, [&](int64_t i) { task(i / groups, i % groups); });
@@ -215,23 +219,19 @@ struct Pass {
         const int64_t first_row = blocks.begin(first_block), height = blocks.begin(last_block) - first_row;
         float* sums = (float*)pool::scratch(1, group * height * NR * sizeof(float));
         for (int64_t at = 0; at < pk; at += kc) {
-            auto pass = [&](int64_t b, int64_t p) {
+            const int64_t length = std::min(kc, pk - at);
+            for (int64_t p = first_panel; p < last_panel; p++) {
                 const T* here = w + (p * pk + at) * NR;
                 // The next slice to prefetch; after the last one, that of the next task.
                 const T* next = here + pk * NR;
                 if (p + 1 == last_panel) next = w + (at + kc < pk ? first_panel * pk + at + kc : last_panel * pk) * NR;
-                const int64_t length = std::min(kc, pk - at), r = blocks.begin(b), m = blocks.rows(b);
-                block_of<T, max_rows<T>>((int)m)(packed + r * pk + at * m, here,
-                                                 sums + ((p - first_panel) * height + r - first_row) * NR, length, at == 0,
-                                                 ahead(here, next, b - first_block, last_block - first_block, m, length),
-                                                 gains + p * panel_stride + at / CHUNK * chunk_stride);
-            };
-            if (last_block - first_block <= FEW) {
-                for (int64_t p = first_panel; p < last_panel; p++)
-                    for (int64_t b = first_block; b < last_block; b++) pass(b, p);
-            } else {
-                for (int64_t b = first_block; b < last_block; b++)
-                    for (int64_t p = first_panel; p < last_panel; p++) pass(b, p);
+                for (int64_t b = first_block; b < last_block; b++) {
+                    const int64_t r = blocks.begin(b), m = blocks.rows(b);
+                    block_of<T, max_rows<T>>((int)m)(packed + at * rows + r * length, here,
+                                                     sums + ((p - first_panel) * height + r - first_row) * NR, length, at == 0,
+                                                     ahead(here, next, b - first_block, last_block - first_block, m, length),
+                                                     gains + p * panel_stride + at / CHUNK * chunk_stride);
+                }
             }
         }
         for (int64_t p = first_panel; p < last_panel; p++)

@@ -52,17 +52,6 @@ static INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 static INLINE vf vabs(vf a) { return (vf)((vu)a & 0x7fffffffu); }
 static INLINE vf copysign(vf magnitude, vf sign) { return (vf)((vu)magnitude | ((vu)sign & 0x80000000u)); }
 
-static INLINE vf vsqrt(vf a) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_sqrt_ps((__m512)a);
-#elif defined(__AVX2__)
-    return (vf)_mm256_sqrt_ps((__m256)a);
-#else
-    for (int i = 0; i < VW; i++) a[i] = __builtin_sqrtf(a[i]);
-    return a;
-#endif
-}
-
 // Sums and maxima over the lanes, always in the same order.
 static INLINE float hsum(vf v) {
     float a[VW];
@@ -144,7 +133,6 @@ static INLINE vi load_bytes(const int8_t* p) {
     return vi{p[0], p[1], p[2], p[3]};
 #endif
 }
-static INLINE vi load_bytes(const uint8_t* p) { return load_bytes((const int8_t*)p) & 255; }
 
 // The first n < VW lanes, none if n is negative; the others read as zero and are not written.
 template <class T>

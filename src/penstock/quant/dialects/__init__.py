@@ -2,7 +2,9 @@
 are its values of `quant_method`, `reader(config)` gives its Reader or a ModelError that names what is not known."""
 
 import importlib
+import json
 import pkgutil
+import re
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
@@ -10,6 +12,9 @@ from typing import Any
 
 from penstock.core.errors import ModelError
 from penstock.quant.form import Reader
+
+_INSIDE = re.compile(r"\blanguage_model(?:(?:\\\\)?\.(?![*+?]))?")
+"""The part of a module's name, or of an expression for names, in a JSON text: before what repeats a dot, the dot stays."""
 
 
 @cache
@@ -21,6 +26,8 @@ def dialects() -> dict[str, ModuleType]:
 
 def reader(config: Mapping[str, Any]) -> Reader:
     """The reader of a config's `quantization_config`; ModelError if it is not known."""
+    # A language model beside towers is asked for by the names that it has alone.
+    config = json.loads(_INSIDE.sub("", json.dumps(config)))
     method = str(config.get("quant_method") or _unnamed(config)).lower()
     known = dialects()
     if method not in known:

@@ -10,20 +10,24 @@ from penstock.quant.form import Form, Reader, named
 
 METHODS = ("auto-round", "auto_round", "intel/auto-round")
 
+_ZEROS = {"gptq": "gptq", "auto_gptq": "gptq",
+          **dict.fromkeys(("auto_round", "gptqmodel", "exllamav2", "triton", "tritonv2"), "gptq_v2")}
+"""Version of GPTQ's zeros by packing: only those that AutoGPTQ reads store one less."""
+
 
 class _AutoRound(Reader):
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        # Before there was packing_format, the backend said AWQ where it was not GPTQ's packing.
-        older = "awq" if "awq" in str(config.get("backend")) else "auto_round:auto_gptq"
-        packing = str(config.get("packing_format") or older)
-        if not ("gptq" in packing or "awq" in packing):
-            raise ModelError(f"quantization_config: packing_format is {packing!r}; possible are auto_round:auto_gptq and "
-                             "auto_round:auto_awq")
-        self._config, self._module = config, awq if "awq" in packing else gptq
+        # Before there was packing_format, the backend named the packing, perhaps with a kernel behind it.
+        packing = str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")
+        kind = packing.removeprefix("auto_round:").partition(":")[0]
+        if kind not in (*_ZEROS, "awq", "auto_awq"):
+            raise ModelError(f"quantization_config: packing_format is {packing!r}; possible are auto_round, and auto_round: "
+                             f"with auto_awq, {', '.join(_ZEROS)}")
+        self._config, self._module = {**config, "checkpoint_format": _ZEROS.get(kind)}, awq if "awq" in kind else gptq
         self._extra: Mapping[str, Mapping[str, Any]] = config.get("extra_config") or {}
-        blocks = config.get("block_name_to_quantize")
+        blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names")
         self._blocks = [blocks] if isinstance(blocks, str) else list(blocks or [])
         self._blocks = [name.strip() for one in self._blocks for name in str(one).split(",")]
 

@@ -6,25 +6,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.bits import turned, unpack
+from penstock.core.errors import ModelError
+from penstock.ops.bits import pack, turned, unpack
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Grouped
 
 METHODS = ("awq",)
 
 
-def form(n: int, k: int, group: int, zeros: bool) -> Form:
-    """`group` 0 is the whole row."""
-    groups = -(-k // group) if group else 1
+def form(n: int, k: int, group: int, zeros: bool, names: tuple[str, str, str] = ("qweight", "scales", "qzeros"), *,
+         signed: bool = False, interleaved: bool = True) -> Form:
+    """`group` 0 is the whole row. names: the suffixes of codes, scales and zeros."""
+    groups, (weight, scale, zero) = -(-k // group) if group else 1, names
+
+    def rows(words: torch.Tensor) -> torch.Tensor:
+        """Codes of rows uint8 [n, k / 2], the middle one for 0."""
+        codes = turned(words) if interleaved else pack(unpack(words.contiguous().view(torch.uint8), 4).t().contiguous(), 4)
+        return codes ^ 0x88 if signed else codes
 
     def parts(raw: Tensors) -> dict[str, torch.Tensor]:
-        found = {"weight": turned(raw["qweight"]), "scale": raw["scales"].to(torch.float16).t().contiguous()}
-        words = F.pad(raw["qzeros"], (0, 0, 0, groups % 2)) if zeros else None
-        return found if words is None else {**found, "zero": unpack(turned(words), 4)[:, :groups].contiguous()}
+        found = {"weight": rows(raw[weight]), "scale": raw[scale].to(torch.float16).t().contiguous()}
+        if zero in raw:
+            found["zero"] = unpack(rows(F.pad(raw[zero], (0, 0, 0, groups % 2))), 4)[:, :groups].contiguous()
+        if zero in raw and not zeros and bool((found.pop("zero") != 8).any()):
+            raise ModelError("quantization_config: codes are symmetric, but zeros differ from the middle")
+        return found
 
     return Form(Grouped(4, group, "uint8" if zeros else ""),
-                (Given("qweight", ("int32",), ((k, n // 8),)), Given("scales", FLOATS, ((groups, n),)),
-                 Given("qzeros", ("int32",), ((groups, n // 8),), optional=not zeros)), parts)
+                (Given(weight, ("int32",), ((k, n // 8),)), Given(scale, FLOATS, ((groups, n),)),
+                 Given(zero, ("int32",), ((groups, n // 8),), optional=not zeros)), parts)
 
 
 class _AWQ(Reader):

@@ -48,9 +48,13 @@ def _four(n: int, k: int, kind: str, nested: bool) -> Form:
 
 
 def _eight(n: int, k: int) -> Form:
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        if "weight_format" in raw and bool(raw["weight_format"].any()):
+            raise ModelError(f"weight_format is {raw['weight_format'].tolist()}; possible is 0 (rows, not tiles for a GPU)")
+        return {"scale": raw["SCB"].float() / 127}
+
     return Form(Int8(), (Given("weight", ("int8",), ((n, k),)), Given("SCB", FLOATS, ((n,),)),
-                         Given("weight_format", ("uint8",), optional=True)),
-                lambda raw: {"scale": raw["SCB"].float() / 127}, {"weight": "weight"})
+                         Given("weight_format", ("uint8",), optional=True)), parts, {"weight": "weight"})
 
 
 class _BitsAndBytes(Reader):

@@ -24,8 +24,7 @@ _FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pac
 def _words(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 words along the last axis, 32 // bits codes in each, as `count` codes."""
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
-    codes = packed[..., None] >> shifts & (1 << bits) - 1
-    return codes.flatten(-2)[..., :count].to(torch.uint8)
+    return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2)[..., :count].to(torch.uint8)
 
 
 def _packed(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: bool, dtype: str) -> Form:
@@ -38,6 +37,8 @@ def _packed(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: 
         found = {"scale": raw["weight_scale"].contiguous().view(n, groups)}
         if not symmetric:
             found["zero"] = _words(raw["weight_zero_point"].t().contiguous(), bits, n).t().contiguous()
+        if not ordered and "weight_g_idx" in raw:
+            raise ModelError("quantization_config: actorder is not 'group', but there is a weight_g_idx")
         if ordered and "weight_g_idx" in raw and bool((raw["weight_g_idx"] >= 0).all()):
             order = raw["weight_g_idx"].long().argsort(stable=True)
             codes, found["order"] = codes[:, order], order.int()
@@ -56,14 +57,20 @@ def _packed(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: 
 
 
 def int8_rows(n: int, k: int, activation: Activation) -> Form:
-    """int8 codes with a scale for the tensor or for each row. Zero points are zero, for they are symmetric."""
+    """int8 codes with a scale for the tensor or for each row. Zero points must be zero."""
+    zeros = [f"{name}_zero_point" for name in ("weight", "input")]
+
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        for name in raw.keys() & zeros:
+            if bool(raw[name].any()):
+                raise ModelError(f"{name} differs from 0; possible are integers that are symmetric")
+        found = {"scale": by_row(raw["weight_scale"], n)}
+        return found | {"input_scale": single(raw["input_scale"])} if activation == "tensor" else found
+
     return Form(Int8(activation), (
         Given("weight", ("int8",), ((n, k),)), whole("weight_scale", n),
         whole("input_scale", 1, optional=activation != "tensor"),
-        *(Given(f"{name}_zero_point", ("int8", "int32"), optional=True) for name in ("weight", "input"))),
-        lambda raw: {"scale": by_row(raw["weight_scale"], n),
-                     **({"input_scale": single(raw["input_scale"])} if activation == "tensor" else {})},
-        {"weight": "weight"})
+        *(Given(name, ("int8", "int32"), optional=True) for name in zeros)), parts, {"weight": "weight"})
 
 
 def _integers(n: int, k: int, strategy: str, group: int, activation: Activation, dtype: str) -> Form:
@@ -144,7 +151,7 @@ class _CompressedTensors(Reader):
                 return by_rows(n, k, activation)
         elif not floating and kind == "pack-quantized" and strategy in ("group", "channel"):
             return _packed(n, k, bits, size, symmetric=symmetric, dtype=self._dtype,
-                           ordered=weights.get("actorder") in ("group", True))
+                           ordered=weights.get("actorder") in ("group", "dynamic", True))
         elif not floating and bits == 8 and symmetric and strategy in ("tensor", "channel", "group"):
             return _integers(n, k, strategy, size, _activation(group.get("input_activations")), self._dtype)
         raise ModelError(f"quantization_config: format {kind!r} with weights of {bits} bits, type {weights.get('type')!r}, "

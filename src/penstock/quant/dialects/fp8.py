@@ -33,8 +33,9 @@ def by_rows(n: int, k: int, activation: Activation) -> Form:
 def by_blocks(n: int, k: int, block: tuple[int, int], activation: Activation, scale: str = "weight_scale_inv") -> Form:
     """A scale for each block, which multiplies, whatever its name says."""
     shape = -(-n // block[0]), -(-k // block[1])
-    given = Given("weight", ("float8_e4m3fn",), ((n, k),)), Given(scale, (*FLOATS, "float8_e8m0fnu"), (shape,))
-    return Form(FP8(activation, block), given, lambda raw: {"scale": raw[scale].float()}, {"weight": "weight"})
+    wide = shape[0], 1, shape[1], 1  # modelopt's
+    given = Given("weight", ("float8_e4m3fn",), ((n, k),)), Given(scale, (*FLOATS, "float8_e8m0fnu"), (shape, wide))
+    return Form(FP8(activation, block), given, lambda raw: {"scale": raw[scale].float().view(shape)}, {"weight": "weight"})
 
 
 class _FP8(Reader):

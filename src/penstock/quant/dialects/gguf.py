@@ -1,4 +1,4 @@
-"""GGUF files. `checkpoint/gguf_model.py` names their tensors as a Hugging Face folder does, and makes this method's config."""
+"""GGUF files. `checkpoint/gguf.py` names their tensors as a Hugging Face folder does, and makes this method's config."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -30,7 +30,7 @@ def form(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: boo
         found = {"scale": raw["scales"].to(torch.float16).t().contiguous()}
         if not symmetric:
             found["zero"] = zeros
-        elif not bool((zeros == middle).all()):
+        elif not bool((zeros == middle).all() or (zeros == middle + 2 * older - 1).all()):  # as the other version stores them
             raise ModelError("quantization_config: sym is true, but zeros differ from the middle")
         if "g_idx" in raw:
             order = raw["g_idx"].long().argsort(stable=True)
@@ -56,7 +56,7 @@ class _GPTQ(Reader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._older = setting(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self._older = setting(config, "checkpoint_format", ("gptq", "gptq_v2"), config.get("format") or "gptq") == "gptq"
         self._head = bool(config.get("lm_head"))
         self._dynamic: Mapping[str, Any] = config.get("dynamic") or {}
         only = config.get("modules_in_block_to_quantize")

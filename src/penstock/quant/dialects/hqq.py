@@ -24,8 +24,7 @@ _FACTS = ("nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype"
 def _codes(words: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
     """Packed [words, width] as codes [rows, width]: a word has one row of each run of rows, the first in its highest bits."""
     each = 10 if bits == 3 else 8 // bits
-    runs = [words >> bits * (each - 1 - at) & (1 << bits) - 1 for at in range(each)]
-    return torch.cat(runs)[:rows].to(torch.uint8)
+    return torch.cat([words >> bits * (each - 1 - at) & (1 << bits) - 1 for at in range(each)])[:rows].to(torch.uint8)
 
 
 def form(n: int, k: int, bits: float, group: int, axis: int) -> Form:

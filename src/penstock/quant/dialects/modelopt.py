@@ -1,16 +1,25 @@
-"""NVIDIA's modelopt: FP8 and NVFP4, one for all modules or by a list of them (MIXED_PRECISION)."""
+"""NVIDIA's modelopt: FP8, NVFP4 and 4-bit integers, one for all modules or by a list of them (MIXED_PRECISION)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from penstock.core.errors import ModelError
+from penstock.ops.bits import pack
 from penstock.quant.dialects.compressed_tensors import mxfp, nvfp4
 from penstock.quant.dialects.fp8 import by_blocks, by_rows
-from penstock.quant.form import Form, Reader, named, outside_linears, setting
+from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
+from penstock.quant.integer import Grouped
+from penstock.quant.scheme import Factored
 
 METHODS = ("modelopt", "modelopt_fp4")
 
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION")
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A16_AWQ", "MXFP8",
+               "MIXED_PRECISION")
+_BEHIND_NO_NORM = ("o_proj", "down_proj")
+"""Matrices whose inputs AWQ scales by a factor of their own; others find it in the norm before them."""
 
 
 class _ModelOpt(Reader):
@@ -20,15 +29,16 @@ class _ModelOpt(Reader):
         config = config.get("quantization", config)
         self._algorithm = _algorithm(config, _ALGORITHMS)
         self._plain = [*(config.get("exclude_modules") or []), *(config.get("ignore") or [])]
+        self._group = int(config.get("group_size") or 128)
         self._layers: Mapping[str, Any] = config.get("quantized_layers") or {}
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        algorithm = self._algorithm
+        algorithm, group = self._algorithm, self._group
         if algorithm == "MIXED_PRECISION":
             found = next((layer for name, layer in self._layers.items() if named(module, [name])), None)
             if found is None:
                 return None
-            algorithm = _algorithm(found, _ALGORITHMS[:-1])
+            algorithm, group = _algorithm(found, _ALGORITHMS[:-1]), int(found.get("group_size") or 128)
         elif named(module, self._plain) or (outside_linears(module) and not module.endswith("lm_head")):
             return None
         if algorithm == "FP8":
@@ -37,12 +47,30 @@ class _ModelOpt(Reader):
             return by_rows(n, k, "token")
         if algorithm == "FP8_PB_WO":
             return by_blocks(n, k, (128, 128), "none", "weight_scale")
-        block = 32 if algorithm == "MXFP8" else 16
+        block = {"MXFP8": 32, "W4A16_AWQ": group}.get(algorithm, 16)
         if k % block:
             raise ModelError(f"{module} has rows of {k} columns, which blocks of {block} of {algorithm} do not fill")
         if algorithm == "MXFP8":
             return mxfp(n, k, 8, "weight")
-        return nvfp4(n, k, "weight", "weight_scale_2", "input_scale", divides=False)
+        found = _int4(n, k, group) if algorithm == "W4A16_AWQ" else nvfp4(n, k, "weight", "weight_scale_2", "input_scale",
+                                                                          divides=False)
+        return _factored(found, k) if "AWQ" in algorithm and module.endswith(_BEHIND_NO_NORM) else found
+
+
+def _int4(n: int, k: int, group: int) -> Form:
+    """Signed codes of two rows in a byte, the first in the low bits."""
+    return Form(Grouped(4, group, scales="float32"), (
+        Given("weight", ("uint8",), ((n // 2, k),)), Given("weight_scale", FLOATS, ((n, k // group),))),
+        lambda raw: {"weight": pack(torch.stack((raw["weight"] & 15, raw["weight"] >> 4), 1).flatten(0, 1) ^ 8, 4),
+                     "scale": raw["weight_scale"].float()})
+
+
+def _factored(form: Form, k: int) -> Form:
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        return {**form.parts(raw), "factor": raw.get("pre_quant_scale", torch.ones(k)).float()}
+
+    given = Given("pre_quant_scale", FLOATS, ((k,),), optional=True)
+    return replace(form, scheme=Factored(form.scheme), given=(*form.given, given), parts=parts)
 
 
 def _algorithm(config: Mapping[str, Any], possible: tuple[str, ...]) -> str:

@@ -1,10 +1,11 @@
-"""AMD's Quark: FP8, INT8 and MXFP4, with exceptions by layer."""
+"""AMD's Quark: FP8, INT8, MXFP4 and 4-bit integers in words like AWQ's, with exceptions by layer."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.errors import ModelError
 from penstock.quant.activations import Activation
+from penstock.quant.dialects import awq
 from penstock.quant.dialects.compressed_tensors import int8_rows, mxfp
 from penstock.quant.dialects.fp8 import by_rows
 from penstock.quant.form import Form, Reader, named, outside_linears, setting
@@ -12,10 +13,8 @@ from penstock.quant.form import Form, Reader, named, outside_linears, setting
 METHODS = ("quark",)
 
 
-def _activation(given: Mapping[str, Any] | None) -> Activation:
-    if not given:
-        return "none"
-    return "token" if given.get("is_dynamic") else "tensor"
+def _first(given: Any) -> Mapping[str, Any]:
+    return (given[0] if isinstance(given, list) else given) or {}
 
 
 class _Quark(Reader):
@@ -25,6 +24,11 @@ class _Quark(Reader):
         self._whole: Mapping[str, Any] = config.get("global_quant_config") or {}
         self._layers: Mapping[str, Any] = config.get("layer_quant_config") or {}
         self._plain = config.get("exclude") or []
+        self._export: Mapping[str, Any] = config.get("export") or {}
+        given = config.get("algo_config") or []
+        if any(one.get("r4") or one.get("online_r1_rotation") for one in (given if isinstance(given, list) else [given])):
+            raise ModelError("quantization_config: algo_config rotates inputs while the model runs (r4, online_r1_rotation); "
+                             "possible are rotations within the weights")
         if config.get("layer_type_quant_config"):
             raise ModelError("quantization_config: layer_type_quant_config is not supported; possible is layer_quant_config")
 
@@ -32,13 +36,17 @@ class _Quark(Reader):
         if outside_linears(module) or named(module, self._plain):
             return None
         config = next((layer for name, layer in self._layers.items() if named(module, [name])), self._whole)
-        weight = config.get("weight")
+        weight, given = _first(config.get("weight")), _first(config.get("input_tensors"))
         if not weight:
             return None
-        weight = weight[0] if isinstance(weight, list) else weight
-        given = config.get("input_tensors")
-        activation = _activation(given[0] if isinstance(given, list) else given)
-        kind = setting(weight, "dtype", ("fp8_e4m3", "int8", "fp4"))
+        activation: Activation = "none" if not given else "token" if given.get("is_dynamic") else "tensor"
+        kind = setting(weight, "dtype", ("fp8_e4m3", "int8", "fp4", "uint4", "int4"))
+        if kind in ("uint4", "int4"):
+            setting(weight, "qscheme", ("per_group",))
+            setting({"input_tensors": activation}, "input_tensors", ("none",))
+            interleaved = setting(self._export, "pack_method", ("reorder", "order"), "reorder") == "reorder"
+            return awq.form(n, k, int(weight.get("group_size") or 0), not weight.get("symmetric"), (
+                "weight", "weight_scale", "weight_zero_point"), signed=kind == "int4", interleaved=interleaved)
         if kind == "fp4":
             setting(weight, "qscheme", ("per_group",))
             setting(weight, "group_size", (32,))

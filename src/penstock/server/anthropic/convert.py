@@ -19,6 +19,8 @@ def chat_request(body: a.PromptFields) -> ChatRequest:
         fields["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None and body.tools:
         fields |= _choice(body.tool_choice)
+    elif body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
+        raise RequestError("tool_choice is only possible with tools", param="tool_choice")
     variables = dict(body.chat_template_kwargs or {})
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         # Templates know the switch by one of these names; others are ignored by them.

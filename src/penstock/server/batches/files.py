@@ -12,13 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
-from penstock.server.answer import json_response
-from penstock.server.dialect import Route
-from penstock.server.errors import explain
+from penstock.server.dialect import BYTES, Route, explain, json_response
 from penstock.server.openai.form import OpenAIForm
 from penstock.server.responses.protocol import Deleted
-from penstock.server.store import Database
-from penstock.server.stored import Ref, asked, listed, missing, number, ref, whose
+from penstock.server.store import Database, Ref, asked, listed, number, ref, whose
 
 Purpose = Literal["batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals"]
 
@@ -78,13 +75,17 @@ def write_file(database: Database, owner: str, filename: str, purpose: str, cont
     return value
 
 
+def sweep(database: Database) -> None:
+    """Deletes the files that have expired."""
+    expired = "select id from objects where kind='file' and json_extract(cast(body as text), '$.expires_at') <= ?"
+    for name, in database.sql(expired, time.time()).fetchall():
+        database.sql("delete from objects where kind in ('file', 'content') and id=?", name)
+
+
 def read_file(database: Database, file: Ref) -> dict[str, Any]:
     """A file's object. RequestError 404 if there is none, or no longer."""
-    value = file.read(database)
-    if value.get("expires_at") is not None and value["expires_at"] <= time.time():
-        delete_file(database, file)
-        raise missing(file.kind, file.name)
-    return value
+    sweep(database)
+    return file.read(database)
 
 
 def content_of(database: Database, file: Ref) -> bytes:
@@ -112,7 +113,7 @@ class Files(OpenAIForm):
             Route("GET", "/v1/files", self.list, "A page of the files"),
             Route("GET", one, self.get, "About a file"),
             Route("DELETE", one, self.delete, "Delete a file", answer=Deleted),
-            Route("GET", one + "/content", self.content, "A file's content"),
+            Route("GET", one + "/content", self.content, "A file's content", also=(BYTES,)),
         )
 
     async def upload(self, http: Request) -> Response:
@@ -129,6 +130,7 @@ class Files(OpenAIForm):
         filename, content = fields["file"]
 
         def work(database: Database) -> dict[str, Any]:
+            sweep(database)
             if database.bytes_of("content", "file") + len(content) > database.most_bytes:
                 raise RequestError(f"all files together would have more than {database.most_bytes:,} bytes (--store-bytes); "
                                    "delete some", param="file", code="store_full", status=413)
@@ -138,7 +140,12 @@ class Files(OpenAIForm):
 
     async def list(self, http: Request) -> Response:
         owner, (after, limit, newest) = whose(http), asked(http, 10_000)
-        bodies, more = await self.state.store.run(lambda database: database.page("file", owner, after, limit, newest))
+
+        def work(database: Database) -> tuple[list[bytes], bool]:
+            sweep(database)
+            return database.page("file", owner, after, limit, newest)
+
+        bodies, more = await self.state.store.run(work)
         purpose, files = http.query_params.get("purpose"), map(msgspec.json.decode, bodies)
         return listed([file for file in files if purpose in (None, file["purpose"])], more)
 
@@ -152,4 +159,4 @@ class Files(OpenAIForm):
 
     async def content(self, http: Request) -> Response:
         content = await self.state.store.run(lambda database: content_of(database, ref(http, "file")))
-        return Response(content, media_type="application/octet-stream")
+        return Response(content, media_type=BYTES)

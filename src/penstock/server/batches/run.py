@@ -1,34 +1,43 @@
 """Runs batches in the capacity that others leave: their lines go through the application's own routes, at the lowest priority.
 
 Each answer is in the store before it counts. A batch that the server's end has cut off goes on at the next start; lines that
-were being answered are asked again, so that each has one answer."""
+were being answered are asked again, so that each has one answer. `Batches` has OpenAI's routes of files and batches."""
 
 import asyncio
 import contextlib
 import functools
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message
 
 from penstock.core.errors import RequestError
+from penstock.engine.retention import seconds_of
 from penstock.observe.log import LOG
-from penstock.server.batches.files import content_of, write_file
-from penstock.server.batches.lines import Ask, answer_of, answered, parse, write_answer, written
-from penstock.server.dialect import ErrorShapes
+from penstock.server.batches.files import Files, content_of, read_file, write_file
+from penstock.server.batches.lines import ENDPOINTS, Ask, answer_of, answered, parse, write_answer, written
+from penstock.server.dialect import ErrorShapes, Route, json_response
 from penstock.server.fleet import Slot
 from penstock.server.inside import inside
+from penstock.server.openai.form import OpenAIForm
+from penstock.server.openai.protocol import Name, Ttl
 from penstock.server.promise import LOWEST
+from penstock.server.responses.protocol import Metadata
 from penstock.server.state import State
-from penstock.server.store import Database
-from penstock.server.stored import Ref
+from penstock.server.store import FAILED, Database, Ref, asked, listed, ref, whose
 
 BUSY = (429, 503)
 PAUSE_SECONDS = 0.5
 """Until a line that found the server busy is asked again."""
+STORE_SECONDS = 5.0
+"""Until a batch goes on whose answers could not be stored."""
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -96,14 +105,26 @@ class Runner:
 
     async def _run(self, named: Ref) -> None:
         try:
-            await self._work(named)
+            while await self._held_up(named):
+                await asyncio.sleep(STORE_SECONDS)
         except RequestError as error:
-            # Its file has gone, or the store has failed.
+            # Its file has gone.
             await self._change(named, status="failed", failed_at=int(time.time()),
                                errors=_errors([{"code": error.code, "line": None, "message": error.message, "param": None}]))
         except Exception:
             LOG.exception("the batch %s stopped; it goes on at the next start", named.name)
             raise
+
+    async def _held_up(self, named: Ref) -> bool:
+        """Works on a batch. Whether the store has failed, which may pass (a full disk): what was answered is kept."""
+        try:
+            await self._work(named)
+        except RequestError as error:
+            if error.code != FAILED:
+                raise
+            LOG.error("the batch %s goes on in %.0f s: %s", named.name, STORE_SECONDS, error.message)
+            return True
+        return False
 
     async def _work(self, named: Ref) -> None:
         def read(database: Database) -> tuple[Batch, bytes, set[int], int]:
@@ -240,7 +261,7 @@ class Runner:
             database.put(*named, batch)
             database.sql("delete from lines where batch=?", name)
 
-        await self.state.store.run(lambda database: _together(database, work))
+        await self.state.store.run(work)
 
     async def _change(self, named: Ref, **fields: Any) -> Batch:
         def work(database: Database) -> Batch:
@@ -251,12 +272,69 @@ class Runner:
         return await self.state.store.run(work)
 
 
-def _together(database: Database, work: Callable[[Database], None]) -> None:
-    """All writes of `work`, or none."""
-    database.sql("begin immediate")
-    with database.connection:
-        work(database)
-
-
 def _errors(data: list[dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": data}
+
+
+_STEM = "batch_"
+"""The beginning of a batch's id; Anthropic's batches lie beside these in the store."""
+
+
+class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/batches."""
+
+    input_file_id: Name
+    endpoint: Annotated[str, Meta(max_length=100)]
+    completion_window: Ttl = "24h"
+    """Lines that are not answered by then expire; OpenAI's only one is 24h."""
+    metadata: Metadata | None = None
+    output_expires_after: None = None
+
+
+class Batches(OpenAIForm):
+    """The dialect over one server's state; `runner` does the work."""
+
+    def __init__(self, state: State, runner: Runner) -> None:
+        super().__init__(state)
+        self.runner = runner
+        self.files = Files(state)
+
+    def routes(self) -> Sequence[Route]:
+        one = "/v1/batches/{batch}"
+        return (
+            *self.files.routes(),
+            Route("POST", "/v1/batches", self.create, "Answer the lines of a file when there is room for them", BatchRequest),
+            Route("GET", "/v1/batches", self.list, "A page of the batches"),
+            Route("GET", one, self.get, "About a batch"),
+            Route("POST", one + "/cancel", self.cancel, "End a batch"),
+        )
+
+    async def create(self, http: Request, body: BatchRequest) -> Response:
+        """Begins a batch. Its lines are checked before any is asked."""
+        owner = whose(http)
+        if body.endpoint not in ENDPOINTS:
+            raise RequestError(f"endpoint is {body.endpoint!r}; possible are {', '.join(ENDPOINTS)}", param="endpoint")
+        batch = new_batch(_STEM + uuid.uuid4().hex, body.endpoint, body.input_file_id,
+                          seconds_of(body.completion_window, "completion_window"), body.completion_window, body.metadata)
+        made = Ref("batch", batch["id"], owner)
+
+        def work(database: Database) -> None:
+            read_file(database, Ref("file", body.input_file_id, owner))
+            database.put(*made, batch)
+
+        await self.state.store.run(work)
+        self.runner.start(made)
+        return json_response(batch)
+
+    async def list(self, http: Request) -> Response:
+        owner, (after, limit, newest) = whose(http), asked(http)
+        bodies, more = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest, _STEM))
+        return listed([*map(msgspec.json.decode, bodies)], more)
+
+    async def get(self, http: Request) -> Response:
+        return json_response(await self.state.store.run(ref(http, "batch").read))
+
+    async def cancel(self, http: Request) -> Response:
+        """Ends a batch; what is answered is kept."""
+        await self.runner.cancel(ref(http, "batch"))
+        return await self.get(http)

@@ -281,7 +281,7 @@ def _read(request: Any) -> tuple[list[str], dict[str, Any]]:
         raise CallError(400, f"text_input has more than {MAX_PROMPTS} texts".encode())
     fields = {name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
               for name, value in request.parameters.items()}
-    if wrong := sorted(fields.keys() & {"prompt", "input", "model", "stream"}):
+    if wrong := sorted(fields.keys() & {"prompt", "input", "model", "stream", "encoding_format"}):
         raise CallError(400, f"{wrong[0]} is no parameter: texts are text_input, the model is model_name, and ModelStreamInfer "
                              "streams".encode())
     return texts, {**fields, **({"model": request.model_name} if request.model_name else {})}

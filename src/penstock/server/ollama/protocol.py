@@ -99,7 +99,7 @@ class EmbedRequest(ModelFields, kw_only=True, forbid_unknown_fields=True):
 
     input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_ENTRIES)]
     truncate: bool = True
-    """Keep only the last tokens of a text that is too long."""
+    """Keep only the first tokens of a text that is too long."""
     dimensions: Count | None = None
 
 

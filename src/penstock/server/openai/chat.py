@@ -10,20 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
-from penstock.core.request import EngineInfo, TokenLogprobs
-from penstock.core.request import Request as EngineRequest
+from penstock.core.request import EngineInfo, Request as EngineRequest, TokenLogprobs
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
-from penstock.server.answer import note_ignored
-from penstock.server.openai.answers import ChoicesAnswer, Usage
+from penstock.server.dialect import note_ignored
+from penstock.server.openai.answers import ChoicesAnswer, Namer, Usage, chat_content, namer, prompt_entries
 from penstock.server.openai.form import in_terms
-from penstock.server.openai.logprobs import Namer, chat_content, namer, prompt_entries
 from penstock.server.openai.messages import choose, ignored, render
-from penstock.server.openai.prepare import prepare
+from penstock.server.openai.prepare import check_stream, prepare, sampling_params, structure_of
 from penstock.server.openai.protocol import ChatRequest, ToolChoice
 from penstock.server.openai.reading import AnswerMessage, ChunkDelta, Flags, Reading, forced, offered, strict
-from penstock.server.openai.sampling import check_stream, sampling_params
-from penstock.server.openai.structured import structure_of
 from penstock.server.respond import Frame, event, respond
 from penstock.server.state import State
 

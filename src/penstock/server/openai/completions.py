@@ -9,15 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.core.errors import RequestError
-from penstock.core.request import EngineInfo, TokenLogprobs
-from penstock.core.request import Request as EngineRequest
+from penstock.core.request import EngineInfo, Request as EngineRequest, TokenLogprobs
 from penstock.engine.outputs import Delta
-from penstock.server.openai.answers import ChoicesAnswer, Growth, Usage
+from penstock.server.openai.answers import ChoicesAnswer, Growth, Namer, Usage, completion_logprobs, namer, prompt_entries
 from penstock.server.openai.echo import Echo, Offsets, echo
-from penstock.server.openai.logprobs import Namer, completion_logprobs, namer, prompt_entries
-from penstock.server.openai.prepare import prepare
+from penstock.server.openai.prepare import check_stream, prepare, sampling_params
 from penstock.server.openai.protocol import CompletionRequest
-from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.respond import Frame, event, respond
 from penstock.server.state import State
 from penstock.text import Tokenizer

@@ -47,9 +47,8 @@ def echo(tokenizer: Tokenizer | None, prompt: str | Sequence[int], request: Requ
          truncated: bool, final: bool) -> Echo:
     """Echoes `prompt`, from which `request` was made.
 
-    A text is returned as it was sent; token ids are decoded. Special tokens that the tokenizer added to a text are hidden;
-    those among ids are shown unless the request skips special tokens. `truncated`: the prompt may have lost tokens at its
-    front, and then the remaining tokens are decoded. `final`: no answer follows."""
+    A text is returned as it was sent, ids are decoded. Special tokens added to a text are hidden; those among ids are shown
+    unless the request skips them. `truncated`: the prompt may have lost tokens at its front. `final`: no answer follows."""
     ids = request.prompt_ids
     if tokenizer is None:
         return Echo("", [0] * len(ids))

@@ -1,8 +1,7 @@
 """The bodies of OpenAI's chat and completion requests as msgspec structs, and what is recognised but refused.
 
 A field of type None is one that OpenAI or vLLM has and this server cannot honour: null is accepted, anything else refused by
-name, with the reason in `WHY_REFUSED`. Unknown fields are refused, as OpenAI does. The served OpenAPI schema is made from these
-types. Meaning is given to the values in `sampling`, `chat` and `completions`."""
+name, with the reason in `WHY_REFUSED`. Unknown fields are refused, as OpenAI does. These types make the OpenAPI schema."""
 
 from typing import Annotated, Any, Literal
 

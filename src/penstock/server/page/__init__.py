@@ -8,8 +8,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
-from starlette.routing import Route as PlainRoute
+from starlette.routing import BaseRoute, Route as PlainRoute
 
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -17,8 +17,8 @@ from penstock.core.request import Pool
 from penstock.core.sampling import SamplingParams
 from penstock.engine import pooling
 from penstock.engine.pooling import Floats, Text, class_pool, embedding, embedding_pool, paired, probabilities, vectors_of
-from penstock.server.answer import json_response
-from penstock.server.dialect import Route
+from penstock.engine.retention import Side
+from penstock.server.dialect import BYTES, EVENTS, Route, json_response
 from penstock.server.openai import chat, completions
 from penstock.server.openai.completions import split_prompts
 from penstock.server.openai.form import OpenAIForm
@@ -52,11 +52,12 @@ class Pooling(OpenAIForm):
     def routes(self) -> Sequence[Route]:
         def both(path: str, answered: Answerer, about: str, body: type[Any], answer: Any,
                  prefixes: Sequence[str] = ("", "/v1")) -> list[Route]:
-            return [Route("POST", prefix + path, answered, about, body, answer=answer) for prefix in prefixes]
+            return [Route("POST", prefix + path, answered, about, body, answer=answer,
+                          also=(BYTES,) if issubclass(body, p.EmbeddingRequest) else ()) for prefix in prefixes]
 
         return (
             Route("POST", "/invocations", self.invocations, "What the body asks for, by its fields, for SageMaker",
-                  tuple(self.by_body), True, (Message,)),
+                  tuple(self.by_body), (EVENTS, BYTES), (Message,)),
             *both("/embeddings", self.embeddings, "Turn texts into vectors", p.EmbeddingRequest,
                   p.Answers[p.Embedding], ("/v1",)),
             *both("/pooling", self.pooling, "Hidden states of texts, pooled or by token", p.PoolingRequest,
@@ -128,13 +129,21 @@ class Pooling(OpenAIForm):
 
     async def score(self, http: Request, body: p.ScoreRequest) -> Response:
         model = self.state.admit_bare(body.model)
-        one = body.text_1 or body.queries or body.data_1
-        two = body.text_2 or body.documents or body.items or body.data_2
-        if one is None or two is None:
-            missing = "text_1" if one is None else "text_2"
-            raise RequestError(f"Missing required parameter: '{missing}'", param=missing, code="missing_required_parameter")
+        one, two = (self._given(body, names) for names in (("text_1", "queries", "data_1"),
+                                                           ("text_2", "documents", "items", "data_2")))
         scores, run = await self._scores(http, model, body, paired(one, two, ("text_1", "text_2")))
         return await self._answer(run, "score", lambda: [p.Score(*one) for one in enumerate(scores)])
+
+    @staticmethod
+    def _given(body: p.ScoreRequest, names: tuple[str, ...]) -> str | list[str]:
+        """The value of the one of these fields that a body has. RequestError if it has none, or several."""
+        found = [name for name in names if getattr(body, name) is not None]
+        if not found:
+            raise RequestError(f"Missing required parameter: '{names[0]}'", param=names[0], code="missing_required_parameter")
+        if len(found) > 1:
+            raise RequestError(f"{' and '.join(found)} are names of the same field; send one of them", param=found[1])
+        value: str | list[str] = getattr(body, found[0])
+        return value
 
     async def rerank(self, http: Request, body: p.RerankRequest) -> Response:
         model = self.state.admit_bare(body.model)
@@ -181,7 +190,9 @@ class Pooling(OpenAIForm):
         size = sum(len(one) + len(two) for one, two in pairs)
         self.state.limits.check_text(max(len(one) + len(two) for one, two in pairs), self._inputs.info.max_model_len)
         texts = await self.state.llm.work.run(size, lambda: scorer.texts(pairs, body.instruction))
-        run = await pool_texts(self.state, http, model, body, texts, scorer.pool)
+        # A written prompt asks its question at the end.
+        run = await pool_texts(self.state, http, model, body, texts, scorer.pool,
+                               "left" if self._inputs.reranker == "qwen3" else "right")
         return scorer.scores(pairs, run.vectors, body.use_activation is not False), run
 
     async def _written(self, run: PooledTexts, prefix: str, kind: Callable[[int, Any], Any], scale: Callable[[Floats], Floats],
@@ -208,8 +219,7 @@ class Pooling(OpenAIForm):
                 places.append({"index": index, "embed_dtype": dtype, "endianness": endianness, "start": end,
                                "end": (end := end + len(parts[-1])), "shape": vector.shape})
             said = msgspec.json.encode(p.Answers(f"{prefix}-{run.id}", run.created, run.model, places, run.usage)).decode()
-            return Response(b"".join(parts), headers={"metadata": said} if form == "bytes" else {},
-                            media_type="application/octet-stream")
+            return Response(b"".join(parts), headers={"metadata": said} if form == "bytes" else {}, media_type=BYTES)
 
         return await self.state.llm.work.run(run.numbers // 4, in_bytes)
 
@@ -219,15 +229,16 @@ class Pooling(OpenAIForm):
 
 
 async def pool_texts(state: State, http: Request, model: str, body: p.PoolingFields, texts: Sequence[Text],
-                     pool: Pool) -> PooledTexts:
-    """Pools texts under the limits of every request. RequestError naming the limit or the field at fault."""
+                     pool: Pool, side: Side = "right") -> PooledTexts:
+    """Pools texts under the limits of every request; those that are too long are cut at `side`, unless the body says where.
+    RequestError naming the limit or the field at fault."""
     inputs = state.llm.inputs
     for text in texts:
         if isinstance(text.prompt, str):
             state.limits.check_text(len(text.prompt), inputs.info.max_model_len, "input")
     requests = await admitted(state, http, body, None, len(texts), SamplingParams(), lambda whose: [
         inputs.pooling(state.llm.new_id(), text.prompt, pool, add_special_tokens=text.add_special_tokens,
-                       keep=body.truncate_prompt_tokens, side=body.truncation_side or "left", **whose) for text in texts],
+                       keep=body.truncate_prompt_tokens, side=body.truncation_side or side, **whose) for text in texts],
         sum(100 + len(text.prompt) for text in texts))
     found: dict[str, bytes] = {}
     await gather(http, state.llm.open(requests),

@@ -22,7 +22,8 @@ class PoolingFields(ServiceFields, kw_only=True, forbid_unknown_fields=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     """Keep only this many of a text's tokens; -1 keeps as many as fit."""
     truncation_side: Side | None = None
-    """The end at which the others are cut off: left by default."""
+    """The end at which the others are cut off: right by default, as in sentence-transformers and vLLM. Tokens that the
+    tokenizer puts around a text stay."""
 
 
 class TextFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):

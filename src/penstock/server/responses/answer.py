@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.engine.outputs import Delta
 from penstock.server.blocks import Block, Blocks, BlocksAnswer, Change
-from penstock.server.openai.logprobs import Namer, chat_content
+from penstock.server.openai.answers import Namer, chat_content
 from penstock.server.openai.reading import custom_input
 from penstock.server.responses import protocol as r
 
@@ -40,8 +40,7 @@ class ResponseAnswer(BlocksAnswer):
     """Builds one response from deltas. `finished` is told of it once it has ended, however it did."""
 
     def __init__(self, response: dict[str, Any], prompt_tokens: int, blocks: Blocks, namer: Namer | None,
-                 body: r.ResponseRequest,
-                 finished: "Callable[[ResponseAnswer], None]") -> None:
+                 body: r.ResponseRequest, finished: "Callable[[ResponseAnswer], None]") -> None:
         """`namer` None: no log probabilities are wanted."""
         super().__init__(blocks)
         self.response = response

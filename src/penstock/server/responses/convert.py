@@ -18,9 +18,13 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 
 
 def items_of(given: r.Input | None) -> list[r.Item]:
-    """Input as items; a text is a user's message."""
+    """Input as items; a text is a user's message. RequestError for an id, type or role that is no text."""
     if given is None:
         return []
+    for place, item in enumerate(given if isinstance(given, list) else ()):
+        for name in ("id", "type", "role"):
+            if item.get(name) is not None:
+                _string(item, name, f"input[{place}]")
     return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}] \
         if isinstance(given, str) else list(given)
 
@@ -140,9 +144,8 @@ def _text(content: Any, where: str, name: str = "content") -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(_TEXTS.get(str(kind), "")) if isinstance(part, dict) else None
         if not isinstance(text, str):
-            raise RequestError(f"{where}.{name}[{place}] is of the type {kind!r}; this server takes text only, in parts of "
-                               f"the types "
-                               "input_text, output_text and refusal", param="input", code="unsupported_content")
+            raise RequestError(f"{where}.{name}[{place}] is of the type {kind!r}; this server takes text only, in parts of the "
+                               "types input_text, output_text and refusal", param="input", code="unsupported_content")
         texts.append(text)
     return "\n".join(texts)
 

@@ -1,6 +1,8 @@
-"""OpenAI's Responses API as a dialect: create (whole, streamed, in the background), retrieve, delete, cancel, input items."""
+"""OpenAI's Responses API as a dialect: create (whole, streamed, in the background), retrieve, delete, cancel, input items; and
+conversations, lists of items that responses read and go on with."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -11,23 +13,19 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.core.errors import EngineDeadError, RequestError
 from penstock.engine.stream import Stream
-from penstock.server.answer import json_response, note_ignored
 from penstock.server.blocks import Blocks
-from penstock.server.dialect import Route
-from penstock.server.errors import as_request_error
+from penstock.server.dialect import EVENTS, Route, as_request_error, json_response, note_ignored
+from penstock.server.openai.answers import namer
 from penstock.server.openai.chat import Prepared, prepared
 from penstock.server.openai.form import OpenAIForm, error_body, explain, in_terms, refusing
-from penstock.server.openai.logprobs import namer
 from penstock.server.openai.messages import count_tokens
 from penstock.server.openai.protocol import ChatRequest
 from penstock.server.respond import SSE_HEADERS, Wire, respond
 from penstock.server.responses import protocol as r
 from penstock.server.responses.answer import ResponseAnswer, describe
-from penstock.server.responses.conversations import Conversations, extend, listed_items, numbered
-from penstock.server.responses.convert import chat_request, items_of
-from penstock.server.state import State
-from penstock.server.store import Database
-from penstock.server.stored import Ref, missing, number, ref, whose
+from penstock.server.responses.convert import chat_request, items_of, messages_of
+from penstock.server.state import State, StateRoutes
+from penstock.server.store import Database, Ref, asked, listed, missing, number, ref, whose
 
 
 class Stored(msgspec.Struct):
@@ -101,10 +99,11 @@ class Responses(OpenAIForm):
         one = "/v1/responses/{response}"
         return (
             Route("POST", "/v1/responses", self.post, "Answer items, OpenAI's newer form of a conversation",
-                  r.ResponseRequest, True),
+                  r.ResponseRequest, (EVENTS,)),
             Route("POST", "/v1/responses/input_tokens", self.input_tokens, "Count the tokens of a response's input",
                   r.ResponseRequest, answer=r.InputTokens),
-            Route("GET", one, self.get, "A stored response, or with stream=true the events of one in the background"),
+            Route("GET", one, self.get, "A stored response, or with stream=true the events of one in the background",
+                  also=(EVENTS,)),
             Route("DELETE", one, self.delete, "Delete a stored response", answer=r.Deleted),
             Route("POST", one + "/cancel", self.cancel, "End a response that runs in the background"),
             Route("GET", one + "/input_items", self.input_items, "A page of a response's input"),
@@ -170,14 +169,12 @@ class Responses(OpenAIForm):
         stored = msgspec.json.encode(Stored(response, new, [*history, *new, *output])) if body.store is not False else None
         added = [*new, *output] if conversation is not None and response["status"] in ("completed", "incomplete") else []
 
-        def work(database: Database) -> None:
-            if stored is not None:
-                database.put("response", response["id"], owner, stored, response["created_at"])
-            if added and conversation is not None:
-                extend(database, Ref("conversation", conversation, owner), added)
-
-        if stored is not None or added:
-            self.state.store.submit(work)
+        if stored is not None:
+            self.state.store.submit(lambda database: database.put("response", response["id"], owner, stored,
+                                                                  response["created_at"]))
+        if added:
+            named = Ref("conversation", str(conversation), owner)
+            self.state.store.submit(lambda database: extend(database, named, added))
 
     async def _in_background(self, response: dict[str, Any], answer: ResponseAnswer, stream: Stream, owner: str,
                              body: r.ResponseRequest, new: list[r.Item]) -> Response:
@@ -198,7 +195,7 @@ class Responses(OpenAIForm):
 
         running.task = asyncio.create_task(run())
         if body.stream:
-            return StreamingResponse(running.follow(-1), headers=SSE_HEADERS, media_type="text/event-stream")
+            return StreamingResponse(running.follow(-1), headers=SSE_HEADERS, media_type=EVENTS)
         return json_response(response)
 
     async def input_tokens(self, http: Request, body: r.ResponseRequest) -> Response:
@@ -229,14 +226,14 @@ class Responses(OpenAIForm):
                 raise RequestError(f"starting_after is {given!r}; possible is an event's sequence_number",
                                    param="starting_after")
             if running is not None:
-                return StreamingResponse(running.follow(after), headers=SSE_HEADERS, media_type="text/event-stream")
+                return StreamingResponse(running.follow(after), headers=SSE_HEADERS, media_type=EVENTS)
             await self._stored(response)
             found = await self.state.store.run(lambda database: database.get(*response._replace(kind="events")))
             if found is None:
                 raise RequestError("this response has no events to read again; only those with background and stream have",
                                    param="stream")
             events = msgspec.json.decode(found, type=list[str])[after + 1:]
-            return Response("".join(events), headers=SSE_HEADERS, media_type="text/event-stream")
+            return Response("".join(events), headers=SSE_HEADERS, media_type=EVENTS)
         return json_response(running.answer.response if running is not None else (await self._stored(response)).response)
 
     async def delete(self, http: Request) -> Response:
@@ -293,3 +290,119 @@ def _explain_field(where: str, text: str) -> RequestError | str:
     if where.startswith("tools") and where.endswith(".type"):
         return f"{text[:1].lower()}{text[1:]}; possible are function and custom: this server runs no tools itself"
     return explain(where, text)
+
+
+MAX_ITEMS = 16384
+"""Items that a conversation may have."""
+
+
+def numbered(items: Sequence[r.Item]) -> list[r.Item]:
+    """Items, each with an id and a type."""
+    kinds = {"reasoning": "rs", "function_call": "fc", "message": "msg"}
+    found = []
+    for item in items:
+        kind, given = item.get("type") or "message", {name: value for name, value in item.items() if value is not None}
+        found.append({"id": f"{kinds.get(kind, 'item')}_{uuid.uuid4().hex}", "type": kind, "status": "completed", **given})
+    return found
+
+
+def listed_items(items: Sequence[r.Item], http: Request) -> Response:
+    """A page of items as the query asks: limit, order, after."""
+    after, limit, newest_first = asked(http)
+    ordered = list(items)[::-1] if newest_first else list(items)
+    if after is not None:
+        places = [place for place, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise RequestError(f"after names the item {after!r}, which is not in the list", param="after")
+        ordered = ordered[places[0] + 1:]
+    return listed(ordered[:limit], len(ordered) > limit)
+
+
+def extend(database: Database, conversation: Ref, items: Sequence[r.Item]) -> list[r.Item]:
+    """Appends items to a conversation; the items with their ids."""
+    value, new = conversation.read(database), numbered(items)
+    if len(value["items"]) + len(new) > MAX_ITEMS:
+        raise RequestError(f"a conversation has at most {MAX_ITEMS} items; begin another", param="conversation")
+    value["items"] += new
+    database.put(*conversation, value)
+    return new
+
+
+class Conversations(StateRoutes):
+    def routes(self) -> Sequence[Route]:
+        one = "/v1/conversations/{conversation}"
+        return (
+            Route("POST", "/v1/conversations", self.create, "Begin a conversation", r.ConversationRequest),
+            Route("GET", one, self.get, "A conversation"),
+            Route("POST", one, self.change, "Change a conversation's metadata", r.ConversationRequest),
+            Route("DELETE", one, self.delete, "Delete a conversation", answer=r.Deleted),
+            Route("GET", one + "/items", self.items, "A page of its items"),
+            Route("POST", one + "/items", self.add, "Append items", r.ItemsRequest),
+            Route("GET", one + "/items/{item}", self.item, "One of its items"),
+            Route("DELETE", one + "/items/{item}", self.remove, "Delete one of its items"),
+        )
+
+    async def create(self, http: Request, body: r.ConversationRequest) -> Response:
+        messages_of(items_of(body.items))
+        value = {"id": f"conv_{uuid.uuid4().hex}", "created_at": int(time.time()), "metadata": body.metadata or {},
+                 "items": numbered(body.items or [])}
+        made = Ref("conversation", str(value["id"]), whose(http))
+        await self.state.store.run(lambda database: database.put(*made, value))
+        return json_response(_shown(value))
+
+    async def get(self, http: Request) -> Response:
+        return json_response(_shown(await self._read(http)))
+
+    async def change(self, http: Request, body: r.ConversationRequest) -> Response:
+        conversation = ref(http, "conversation")
+        if body.items is not None:
+            raise RequestError("items cannot be changed so; add to /items, or delete there", param="items",
+                               code="unsupported_parameter")
+
+        def work(database: Database) -> dict[str, Any]:
+            value = {**conversation.read(database), "metadata": body.metadata or {}}
+            database.put(*conversation, value)
+            return value
+
+        return json_response(_shown(await self.state.store.run(work)))
+
+    async def delete(self, http: Request) -> Response:
+        conversation = ref(http, "conversation")
+        await self.state.store.run(conversation.delete)
+        return json_response(r.Deleted(conversation.name, "conversation.deleted"))
+
+    async def items(self, http: Request) -> Response:
+        return listed_items((await self._read(http))["items"], http)
+
+    async def add(self, http: Request, body: r.ItemsRequest) -> Response:
+        conversation = ref(http, "conversation")
+        messages_of(items_of(body.items))
+        return listed(await self.state.store.run(lambda database: extend(database, conversation, body.items)), False)
+
+    async def item(self, http: Request) -> Response:
+        name = http.path_params["item"]
+        found = next((item for item in (await self._read(http))["items"] if item["id"] == name), None)
+        if found is None:
+            raise missing("item", name)
+        return json_response(found)
+
+    async def remove(self, http: Request) -> Response:
+        conversation, item = ref(http, "conversation"), http.path_params["item"]
+
+        def work(database: Database) -> dict[str, Any]:
+            value = conversation.read(database)
+            left = [one for one in value["items"] if one["id"] != item]
+            if len(left) == len(value["items"]):
+                raise missing("item", item)
+            value["items"] = left
+            database.put(*conversation, value)
+            return value
+
+        return json_response(_shown(await self.state.store.run(work)))
+
+    async def _read(self, http: Request) -> dict[str, Any]:
+        return await self.state.store.run(ref(http, "conversation").read)
+
+
+def _shown(value: dict[str, Any]) -> dict[str, Any]:
+    return {"id": value["id"], "object": "conversation", "created_at": value["created_at"], "metadata": value["metadata"]}

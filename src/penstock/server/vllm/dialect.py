@@ -11,14 +11,11 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError
 from penstock.core.request import TokenLogprobs
 from penstock.engine.outputs import Delta
-from penstock.server.answer import json_response
-from penstock.server.dialect import Route
-from penstock.server.openai.answers import ChoicesAnswer, Usage
+from penstock.server.dialect import Route, json_response
+from penstock.server.openai.answers import ChoicesAnswer, Usage, chat_content, namer, prompt_entries
 from penstock.server.openai.form import OpenAIForm
-from penstock.server.openai.logprobs import chat_content, namer, prompt_entries
-from penstock.server.openai.prepare import prepare
+from penstock.server.openai.prepare import check_stream, prepare, sampling_params
 from penstock.server.openai.protocol import MAX_ENTRIES, MAX_IDS, CompletionRequest, Name, ServiceFields, StreamOptions, TokenId
-from penstock.server.openai.sampling import check_stream, sampling_params
 from penstock.server.respond import event, respond
 
 UNREAD = ("detokenize", "output_kind", "skip_reading_prefix_cache", "spaces_between_special_tokens")
@@ -87,7 +84,7 @@ class TokensAnswer(ChoicesAnswer):
 class VLLM(OpenAIForm):
     def routes(self) -> Sequence[Route]:
         return (
-            Route("POST", "/inference/v1/generate", self.generate, "Continue token ids by token ids", GenerateRequest, True,
+            Route("POST", "/inference/v1/generate", self.generate, "Continue token ids by token ids", GenerateRequest,
                   answer=Generated, event=Generated),
             Route("POST", "/abort_requests", self.abort, "End requests by their ids", AbortRequest),
             Route("POST", "/collective_rpc", self.refused, "Refused: this server runs no methods that requests name"),
@@ -95,12 +92,16 @@ class VLLM(OpenAIForm):
 
     async def generate(self, http: Request, body: GenerateRequest) -> Response:
         state = self.state
-        state.admit(body.model)
+        name = state.admit(body.model)
         if body.sampling_params.get("stop") and body.sampling_params.get("detokenize") is False:
             raise RequestError("stop strings are only possible where detokenize is true", param="sampling_params")
         given = {name: value for name, value in body.sampling_params.items() if name not in UNREAD and value is not None}
+        own = sorted(given.keys() & {*GenerateRequest.__struct_fields__, "prompt", "echo", "suffix"})
+        if own:
+            raise RequestError(f"sampling_params may not have {', '.join(own)}, which are no sampling parameters",
+                               param="sampling_params", code="unsupported_parameter")
         fields = {"max_tokens": None, **given, "prompt": body.token_ids, "stream": body.stream, "cache_salt": body.cache_salt,
-                  "priority": body.priority, "stream_options": body.stream_options}
+                  "priority": body.priority, "stream_options": body.stream_options, "model": body.model}
         try:
             asked = msgspec.convert(msgspec.to_builtins(fields, str_keys=False), CompletionRequest)
         except msgspec.ValidationError as error:
@@ -110,7 +111,7 @@ class VLLM(OpenAIForm):
         few = 1 if asked.logprobs == 0 or asked.logprob_token_ids else None
         params = sampling_params(asked, state.llm.inputs.defaults, asked.max_tokens, asked.logprobs or few)
         requests = await prepare(state, http, [body.token_ids], params, asked, add_special_tokens=False)
-        answer = TokensAnswer(body.request_id or http.scope["request_id"], state.name, requests, asked, namer(state, asked),
+        answer = TokensAnswer(body.request_id or http.scope["request_id"], name, requests, asked, namer(state, asked),
                               state.llm.info)
         if body.request_id is not None:
             http.scope["request_id"] = body.request_id

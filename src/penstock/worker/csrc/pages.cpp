@@ -1,4 +1,4 @@
-// Reads files of one page each and computes their checksums without the GIL, for `worker/reading.py`.
+// Reads files of one page each and computes their checksums without the GIL, for `worker/movers.py`.
 
 #include <cerrno>
 #include <cstdint>

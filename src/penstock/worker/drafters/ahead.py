@@ -1,12 +1,9 @@
 """Drafts ahead, by a model on a device of its own (SSD, "speculative speculative decoding", arXiv 2603.03251).
 
 While the target verifies a row's drafts, the draft model drafts on for the outcomes that it thinks likely. An outcome is the
-number of drafts that are kept and the token behind them. If the true outcome is among them (a hit), its drafts are there at
-once; otherwise (a miss) they are drafted then. The draft model has rows, pages and a thread of its own: each row of the target
-that it follows has a base row here, and branch rows, one for each outcome, which share the base row's pages up to theirs.
-"""
-
-from __future__ import annotations
+number of drafts that are kept and the token behind them. If the true outcome is among them (a hit), its drafts are there;
+otherwise (a miss) they are drafted then. The draft model has rows, pages and a thread of its own: each row of the target that
+it follows has a base row here, and branch rows, one for each outcome, which share the base row's pages up to theirs."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,10 +18,9 @@ import torch
 
 from penstock.config.speculation import Speculation
 from penstock.core.errors import ConfigError
-from penstock.core.layout import lay_out
 from penstock.core.plan import Enter, Ints, StepPlan, Want
 from penstock.core.sampling import SamplingParams
-from penstock.core.state import Everything
+from penstock.core.state import Everything, lay_out
 from penstock.layers.decoder import Decoder
 from penstock.platform.facts import available_memory
 from penstock.worker.arena import Arena
@@ -32,9 +28,8 @@ from penstock.worker.drafters.model import DraftModel, LoadedDraftModel
 from penstock.worker.drafters.translation import Translation
 from penstock.worker.drafting import Drafter, Drafting, Host, within
 from penstock.worker.graphs import Graphs
-from penstock.worker.rows import Rows
+from penstock.worker.rows import Rows, upload
 from penstock.worker.sampler import MAX_LOGITS_ROWS, Sampler
-from penstock.worker.staging import upload
 
 _ROWS = 32
 """The most rows that are followed. Where more run, steps are bound by compute, and drafts do not pay."""
@@ -49,9 +44,9 @@ class LoadedAhead(LoadedDraftModel):
     def __init__(self, model: Decoder, translation: Translation | None, asked: Speculation) -> None:
         super().__init__(model, translation=translation)
         self.own, self.asked, self.model, self.states = model, asked, None, []
-        self.thread = ThreadPoolExecutor(1, "penstock-draft")
 
     def start(self, host: Host) -> Drafter:
+        self.thread = ThreadPoolExecutor(1, "penstock-draft")
         found = Ahead(self, host, self._tokens)
         self.thread.submit(found.warm_up).result()
         return found
@@ -59,7 +54,6 @@ class LoadedAhead(LoadedDraftModel):
     def detach(self) -> None:
         self.thread.shutdown(cancel_futures=True)
         self.own.detach()
-        del self.own
 
 
 def _plan(rows: Ints, starts: Ints) -> StepPlan:
@@ -252,8 +246,7 @@ class Ahead(DraftModel):
             one.ready = {(int(kept[at, j]), int(token[at, j])): found[at * self._outcomes + j] for j in range(self._outcomes)}
 
     def _likely(self, base: Ints, length: Ints, first: Ints, drafted: Ints) -> tuple[Ints, Ints]:
-        """(drafts kept, token behind them) [rows, outcomes] of the likely outcomes, after a pass over the positions from
-        `first` on up to the last draft's."""
+        """(drafts kept, token behind them) [rows, outcomes] of likely outcomes, after a pass from `first` to the last draft."""
         found: list[list[tuple[float, int, int]]] = [[] for _ in base]
         before, every, counts = [0.0] * len(base), np.arange(len(base)), length + drafted - first
         for part, ends, lines in self._over(_plan(base, first), every, 0 * first, counts, Want.SAMPLE | Want.EACH):

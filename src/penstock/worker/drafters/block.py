@@ -15,9 +15,9 @@ from penstock.layers.attention import Attention
 from penstock.layers.decoder import Decoder
 from penstock.models.draft_heads import EXTRA, BlockHead
 from penstock.worker.drafting import Chooser, Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
-from penstock.worker.runner import Runner
+from penstock.worker.graphs import Runner
+from penstock.worker.rows import upload
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import upload
 from penstock.worker.step import picks_of
 from penstock.worker.verify import Verified
 

@@ -2,8 +2,7 @@
 
 The head follows the target through each step: once a step's tokens are chosen, it runs on the step's own segments, each
 position with the target's hidden state there and the token that follows. Its result after the last token of a row is kept for
-the next step, which begins with the drafts. Its cache entries are further states of the target's pages, as a draft model's are.
-"""
+the next step, which begins with the drafts. Its cache entries are further states of the target's pages, as a draft model's."""
 
 import torch
 
@@ -14,7 +13,7 @@ from penstock.layers.step import Step
 from penstock.models.draft_heads import DraftHead
 from penstock.worker.drafters.model import Chain
 from penstock.worker.drafting import Chooser, Drafter, Drafting, Host, LoadedDrafter, hide, last_of, part_of, parts
-from penstock.worker.runner import Runner
+from penstock.worker.graphs import Runner
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.trees import Growth
 from penstock.worker.verify import Verified
@@ -32,8 +31,7 @@ class LoadedHead(LoadedDrafter):
         self.tokens = None if tokens is None else (slice(None), tokens.to(model.device))
         self.normed, masks = head.normed, head.masks()
         assert isinstance(model.embedding, Join)
-        self.masks = None if masks is None else (
-            masks[0], model.embedding.reduce(masks[1].to(model.device, model.dtype)[None]))
+        self.masks = None if masks is None else (masks[0], model.embedding.reduce(masks[1].to(model.device, model.dtype)[None]))
         """The mask token and the state [1, width] that goes with it."""
         if not model.embedding.spec.tokens:
             assert target.embedding is not None

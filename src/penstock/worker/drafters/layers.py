@@ -1,8 +1,7 @@
 """Drafts by the model's own first layers, its last norm and its head (LayerSkip, Elhoushi et al. 2024).
 
-The first layers' cache entries at a position are the same whether they draft or verify, so drafts need no entries of their own:
-they are written to the target's pages, where verification writes them again. It pays for models that were trained to say
-something after their first layers."""
+The first layers' cache entries are the same whether they draft or verify, so drafts need no own entries: they go to the
+target's pages, where verification writes them again. It pays for models trained to say something after their first layers."""
 
 from copy import copy
 from dataclasses import replace

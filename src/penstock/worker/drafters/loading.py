@@ -81,6 +81,15 @@ def _check_tree(found: Found, target: ModelSpec) -> None:
                                   "states of another kind: trees need keys and values of full attention; leave it out")
 
 
+def check_stages(found: Found) -> None:
+    """ConfigError if the drafter needs more than a pipeline's first stage has, which drafts: tokens."""
+    asked = found.asked
+    if asked.method not in ("ngram", "suffix", "lookahead", "draft_model") or asked.tree or asked.ahead or asked.rejection:
+        raise ConfigError(f"speculate {asked.method} is not possible with pipeline_parallel_size as it is asked for: the "
+                          "first stage drafts, from tokens alone. Possible are ngram, suffix, lookahead and draft models, "
+                          "without trees, without ahead, and with rejection_sample_method strict or synthetic")
+
+
 def _survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
             dummy: bool) -> Found:
     if asked.method not in METHODS:

@@ -10,7 +10,7 @@ import torch
 
 from penstock.worker.drafters.ngram import NGram
 from penstock.worker.drafting import Drafting, Host
-from penstock.worker.staging import upload
+from penstock.worker.rows import upload
 
 _STEPS = 64
 """Steps whose guesses a row's pool has."""

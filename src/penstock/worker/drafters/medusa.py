@@ -18,8 +18,8 @@ from penstock.core.plan import StepPlan
 from penstock.layers.spec import ModelSpec
 from penstock.models.translated import Checkpoint
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of
+from penstock.worker.rows import upload
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import upload
 from penstock.worker.trees import Growth
 from penstock.worker.verify import Verified
 

@@ -18,9 +18,9 @@ from penstock.layers.embedding import Embedding
 from penstock.layers.step import Step
 from penstock.worker.drafters.translation import Translation
 from penstock.worker.drafting import Chooser, Drafter, Drafting, Host, LoadedDrafter, hide, part_of, parts, within
-from penstock.worker.runner import Runner
+from penstock.worker.graphs import Runner
+from penstock.worker.rows import upload
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.staging import upload
 from penstock.worker.step import Bucket, Parts, StepBuilder, picks_of
 from penstock.worker.trees import Growth
 
@@ -31,8 +31,7 @@ _CAPTURED = 64
 
 
 def lag(states: Sequence[StateSpec]) -> int:
-    """Returns how far a model with these states may lag behind a row: it still writes entries there, whose pages must not have
-    been given back. 0 if it cannot draft."""
+    """The most that a model of such states may lag behind a row, whose pages it still writes; 0 if it cannot draft."""
     widths = [state.keep.width for state in states if isinstance(state.keep, Window)]
     if any(not isinstance(state.keep, Everything | Window) for state in states):
         return 0
@@ -180,9 +179,8 @@ class DraftModel(Drafter):
 
 
 class ParallelModel(DraftModel):
-    """A draft model that was trained to predict several tokens in one pass (PARD, An et al. 2025): behind the last known token
-    it reads mask tokens, and each predicts the token after its own place. The masks' cache entries are of no use, so that the
-    next pass begins where this one did."""
+    """A draft model trained to predict several tokens in one pass (PARD, An et al. 2025): behind the last known token it reads
+    masks, each of which predicts the token after it. Their cache entries are of no use: the next pass begins where this did."""
 
     def __init__(self, model: Decoder, host: Host, mask: int) -> None:
         super().__init__(model, host)
