@@ -117,6 +117,21 @@ def tokenizer(folder: Path, kind: str) -> transformers.PreTrainedTokenizerFast:
     return made
 
 
+@pytest.mark.parametrize("bound", ["max_model_len", "max_num_batched_tokens"])
+def test_a_text_may_be_as_long_as_its_bound(bound: str, tmp_path: Path) -> None:
+    """An encoder writes nothing, so no place of the context is kept for it."""
+    model = saved("bert", transformers.AutoModel, tmp_path)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([list(range(10, 50))])).last_hidden_state[0].numpy()
+    with LLM(str(tmp_path), **{**OPTIONS, bound: 40}) as llm:
+        assert llm.info.max_model_len == 40
+        np.testing.assert_allclose(llm.encode([list(range(10, 50))], False)[0].outputs.data, wanted, atol=2e-5)
+        for keep in (-1, 40):
+            assert len(llm.encode([list(range(10, 90))], False, truncate_prompt_tokens=keep)[0].prompt_token_ids) == 40
+        with pytest.raises(RequestError, match="has 41 tokens; at most 40"):
+            llm.encode([list(range(10, 51))], False)
+
+
 @pytest.mark.parametrize("kind", ["bert", "xlmr"])
 def test_embeddings_over_http_are_of_the_mean(kind: str, tmp_path: Path) -> None:
     """As sentence-transformers has it for a folder that does not say."""

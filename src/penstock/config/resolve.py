@@ -47,8 +47,9 @@ class EngineConfig:
 
 
 def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, facts: DeviceFacts,
-            parameters: int = 0) -> EngineConfig:
-    """Resolves what does not depend on the memory left beside the weights. `parameters`: a token is multiplied by so many."""
+            parameters: int = 0, whole: bool = False) -> EngineConfig:
+    """Resolves what does not depend on the memory left beside the weights. `parameters`: a token is multiplied by so many.
+    `whole`: an encoder, whose prompts may be as long as max_model_len, as no token of output follows."""
     options = checked(options)
     gpu = facts.kind != "cpu"
     dtype = checkpoint_dtype if options.dtype == "auto" else options.dtype
@@ -82,7 +83,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         raise ConfigError("use_relaxed_acceptance_for_thinking compares all logits of a token, which ranks divide; use "
                           "tensor_parallel_size 1, or leave it out")
     return EngineConfig(
-        dtype=dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
+        dtype=dtype, max_model_len=length + whole, max_num_seqs=rows, max_num_batched_tokens=budget,
         page=(options.block_size or 16) * contexts, depth=depth,
         threads=options.threads or max(1, facts.cores // processes(options)),
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,

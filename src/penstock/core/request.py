@@ -325,7 +325,7 @@ class EngineInfo(msgspec.Struct):
     architecture: str
     vocab_size: int
     max_model_len: int
-    """Prompt plus output, in tokens."""
+    """Prompt plus output, in tokens; of an encoder, which has no output, the prompt."""
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int

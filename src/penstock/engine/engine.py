@@ -94,7 +94,8 @@ class Engine:
         options, survey = self.options, self.rank.survey()
         if options.max_lora_rank is None:
             options = replace(options, max_lora_rank=max(LORA_RANK, largest_rank(options.lora_modules)))
-        self.config = config = resolve(options, survey.max_positions, survey.dtype, survey.device, survey.parameters)
+        self.config = config = resolve(options, survey.max_positions, survey.dtype, survey.device, survey.parameters,
+                                        survey.whole)
         self.rank.check(config)
         weights = Weights(options.model, survey.folder, options.load_format, options.seed)
         self._naming = Naming(weights, names_leave(options))
@@ -115,7 +116,7 @@ class Engine:
         cache = Cache(plan.layout, policy=options.cache_policy, sharing=sharing,
                       model=self._naming.start(loaded.computation), quota=options.cache_tenant_share,
                       tiers=self.tiers.hierarchy, sink=self.events.sink if self.events is not None else None)
-        longest = min(plan.max_model_len, config.max_num_batched_tokens) if survey.whole else plan.max_model_len
+        longest = min(plan.max_model_len, config.max_num_batched_tokens + 1) if survey.whole else plan.max_model_len
         classes = service.read(options.classes)
         times.buckets = list(prepared.buckets)
         self.scheduler = Scheduler(cache, Limits(
@@ -140,7 +141,7 @@ class Engine:
                              "the KV cache holds no more"]
         self.info = EngineInfo(
             model=options.model, architecture=survey.architecture, vocab_size=survey.vocab_size,
-            max_model_len=self.scheduler.admission.longest, max_num_seqs=config.max_num_seqs,
+            max_model_len=self.scheduler.admission.longest - survey.whole, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, page_size=config.page, kv_tokens=plan.kv_tokens,
             pages_total=plan.layout.slabs, dtype=config.dtype, device=survey.device.name, weight_bytes=plan.weight_bytes,
             step_bytes=plan.step_bytes, kv_bytes=plan.layout.nbytes, graph_bytes=plan.graph_bytes, graphs=prepared.graphs,

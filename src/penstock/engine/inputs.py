@@ -181,7 +181,7 @@ class Inputs:
         checkpoint()
         params = SamplingParams(max_tokens=1, detokenize=False, seed=0)
         ids = self._ids(prompt, add_special_tokens, keep is not None)
-        most = min(self.info.max_model_len - 1, self.pooler.most or len(ids))
+        most = min(self.info.max_model_len - (not self.info.encoder), self.pooler.most or len(ids))
         kept = ids if keep is None else self._kept(ids, most if keep == -1 else keep, side, params)
         if len(kept) < len(ids) and isinstance(prompt, str) and add_special_tokens and self.tokenizer is not None:
             kept = _within(self.tokenizer.encode(""), ids, len(kept), side)
@@ -216,7 +216,7 @@ class Inputs:
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, whole: bool) -> list[int]:
         """The tokens of a text. A long one is tokenized in growing beginnings first; one may show that it cannot fit."""
-        longest = self.info.max_model_len
+        longest = self.info.max_model_len + self.info.encoder
         size = max(CHARACTERS_A_TOKEN * longest, LEAST_BEGINNING)
         while not whole and size < len(text):
             # The cut changes tokens near the end alone.

@@ -104,9 +104,9 @@ class Rank:
                                              cache_asked(options))
         self._whole = whole = models.describe(self._checkpoint)
         self._spec, spec = whole.at(self._place), whole.dealt(self._place).share(self._place.tensors)
-        self._surveyed = found = Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.longest, spec.used,
-                                        dtype_of(self._folder, self._checkpoint), spec.task, spec.labels, spec.whole,
-                                        spec.pairs, spec.second)
+        self._surveyed = found = Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions,
+                                        spec.used, dtype_of(self._folder, self._checkpoint), spec.task, spec.labels,
+                                        spec.whole, spec.pairs, spec.second)
         return found
 
     def check(self, config: EngineConfig) -> None:
