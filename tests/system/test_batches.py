@@ -72,6 +72,9 @@ def test_files(client: openai.OpenAI, server: Served) -> None:
     assert client.files.content(made.id).content == content and client.files.retrieve(made.id).id == made.id
     assert made.id in [file.id for file in client.files.list()]
     assert made.id not in [file.id for file in client.files.list(purpose="batch")]
+    for _ in range(2):
+        client.files.create(file=("b.jsonl", io.BytesIO(b"{}")), purpose="evals")
+    assert [file.id for file in client.files.list(purpose="user_data", limit=1)] == [made.id], "newer ones fill the first page"
     other = openai.OpenAI(base_url=server.url + "/v1", api_key="two", max_retries=0)
     for wrong in (other.files.retrieve, other.files.content, other.files.delete):
         with pytest.raises(openai.NotFoundError):

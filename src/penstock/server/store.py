@@ -137,8 +137,9 @@ class Database:
         return self.sql("delete from objects where kind=? and id=? and owner=?", kind, name, owner).rowcount > 0
 
     def page(self, kind: str, owner: str, after: str | None, limit: int, newest_first: bool = True, stem: str = "",
-             ) -> tuple[list[bytes], bool]:
-        """(a page of a list by age, behind the object `after`, of ids that begin with `stem`; whether there are more)."""
+             purpose: str | None = None) -> tuple[list[bytes], bool]:
+        """(a page of a list by age, behind the object `after`, of ids that begin with `stem`, of files with this `purpose` if
+        one is given; whether there are more)."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         where, values = "kind=? and owner=? and substr(id, 1, ?)=?", [kind, owner, len(stem), stem]
         if after is not None:
@@ -147,6 +148,9 @@ class Database:
                                    "deleted", param="after")
             where += f" and (created, id) {sign} (select created, id from objects where kind=? and id=?)"
             values += [kind, after]
+        if purpose is not None:
+            where += " and json_extract(cast(body as text), '$.purpose')=?"
+            values.append(purpose)
         rows = self.sql(f"select body from objects where {where} order by created {order}, id {order} limit ?",
                         *values, limit + 1).fetchall()
         return [body for body, in rows[:limit]], len(rows) > limit

@@ -143,11 +143,10 @@ class Files(OpenAIForm):
 
         def work(database: Database) -> tuple[list[bytes], bool]:
             sweep(database)
-            return database.page("file", owner, after, limit, newest)
+            return database.page("file", owner, after, limit, newest, purpose=http.query_params.get("purpose"))
 
         bodies, more = await self.state.store.run(work)
-        purpose, files = http.query_params.get("purpose"), map(msgspec.json.decode, bodies)
-        return listed([file for file in files if purpose in (None, file["purpose"])], more)
+        return listed([*map(msgspec.json.decode, bodies)], more)
 
     async def get(self, http: Request) -> Response:
         return json_response(await self.state.store.run(lambda database: read_file(database, ref(http, "file"))))
