@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,7 +134,7 @@ def test_stored_responses(client: openai.OpenAI, server: Served) -> None:
     assert count.input_tokens == longer.input_tokens
 
 
-def test_background(client: openai.OpenAI) -> None:
+def test_background(folder: Path, client: openai.OpenAI) -> None:
     begun = ask(client, background=True)
     assert begun.status in ("queued", "in_progress") and begun.output == []
     until = time.monotonic() + 20
@@ -145,7 +147,13 @@ def test_background(client: openai.OpenAI) -> None:
     assert [event.type for event in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
     again = list(client.responses.retrieve(events[0].response.id, stream=True, starting_after=2))
     assert [event.sequence_number for event in again] == list(range(3, len(events)))
-    long = client.responses.create(model=NAME, input=PLAIN, background=True, extra_body={"ignore_eos": True})
+    long = client.responses.create(model=NAME, input=PLAIN, background=True, previous_response_id=begun.id,
+                                   extra_body={"ignore_eos": True})
+    with pytest.raises(openai.BadRequestError, match="is not finished"):
+        ask(client, previous_response_id=long.id)
+    with contextlib.closing(sqlite3.connect(f"file:{folder}/penstock.sqlite3?mode=ro", uri=True)) as store:
+        [[kept]] = store.execute("select body from objects where id=?", [long.id])
+    assert len(json.loads(kept)["context"]) == 3, "also if the server ends now"
     cancelled = client.responses.cancel(long.id)
     assert cancelled.status == "cancelled" and client.responses.retrieve(long.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="background"):
@@ -195,11 +203,13 @@ def test_structure_and_probabilities(client: openai.OpenAI) -> None:
     ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "id"), ({"model": "other"}, "model"),
     ({"input": [{"role": "user", "content": "a", "id": []}]}, "input"), ({"input": [{"type": {}, "content": "a"}]}, "input"),
     ({"input": [{"type": "item_reference", "id": ["a"]}]}, "input"), ({"input": [{"role": 5, "content": "a"}]}, "input"),
+    ({"input": []}, "input"), ({"input": None}, "input"),
 ])
 def test_refusals(server: Served, body: dict[str, Any], param: str | None) -> None:
     answer = server.post("/v1/responses", **{"model": NAME, "input": PLAIN, **body})
     error = error_of(answer)
     assert answer.status_code in (400, 404) and (param is None or (error["param"] or "").startswith(param)), error
+    assert "$." not in error["message"], "fields are called as here"
 
 
 def test_truncation(server: Served) -> None:

@@ -34,6 +34,8 @@ def chat_request(body: r.ResponseRequest, items: Sequence[r.Item]) -> ChatReques
     messages = messages_of(items)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
+    if not messages:
+        raise RequestError("Missing required parameter: 'input'", param="input", code="missing_required_parameter")
     fields: dict[str, Any] = {"messages": messages, "parallel_tool_calls": body.parallel_tool_calls, "stream": body.stream,
                               "chat_template_kwargs": body.chat_template_kwargs,
                               "max_completion_tokens": body.max_output_tokens}

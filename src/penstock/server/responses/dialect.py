@@ -132,7 +132,7 @@ class Responses(OpenAIForm):
                                 namer(state, chat) if chat.logprobs else None, body, finished)
         stream = state.llm.open([ready.request])
         if body.background:
-            return await self._in_background(response, answer, stream, owner, body, new)
+            return await self._in_background(answer, stream, owner, body, Stored(response, new, [*history, *new]))
         wire = Wire(opening=lambda: answer.opening() + answer.started(), done=b"", failed=answer.failed)
         return await respond(http, stream, answer, bool(body.stream), wire)
 
@@ -145,7 +145,13 @@ class Responses(OpenAIForm):
         if conversation is not None:
             found: list[r.Item] = (await self.state.store.run(Ref("conversation", conversation, owner).read))["items"]
             return found
-        return (await self._stored(Ref("response", previous, owner))).context if previous is not None else []
+        if previous is None:
+            return []
+        stored = await self._stored(Ref("response", previous, owner))
+        if stored.response["status"] in ("queued", "in_progress"):
+            raise RequestError(f"the response {previous!r} is not finished; wait for its end, or cancel it",
+                               param="previous_response_id", code="response_not_finished")
+        return stored.context
 
     async def _prepared(self, http: Request, body: r.ResponseRequest, items: list[r.Item]) -> tuple[Prepared, ChatRequest]:
         """The request for the engine. With truncation, older items are left out until the rest fits."""
@@ -176,12 +182,12 @@ class Responses(OpenAIForm):
             named = Ref("conversation", str(conversation), owner)
             self.state.store.submit(lambda database: extend(database, named, added))
 
-    async def _in_background(self, response: dict[str, Any], answer: ResponseAnswer, stream: Stream, owner: str,
-                             body: r.ResponseRequest, new: list[r.Item]) -> Response:
-        name = response["id"]
+    async def _in_background(self, answer: ResponseAnswer, stream: Stream, owner: str, body: r.ResponseRequest,
+                             stored: Stored) -> Response:
+        response, name = answer.response, answer.response["id"]
         await stream.admitted()
         running = self.running[name] = Running(answer, stream, owner)
-        first = msgspec.json.encode(Stored(response, new, new))
+        first = msgspec.json.encode(stored)
         self.state.store.submit(lambda database: database.put("response", name, owner, first, response["created_at"]))
 
         async def run() -> None:
