@@ -126,3 +126,35 @@ def test_a_batch_waits_for_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     state.store.close()
     assert batch["status"] == "completed" and batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
     assert [msgspec.json.decode(line)["custom_id"] for line in content.splitlines()] == ["0", "1", "2"]
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_own_lines() -> None:
+    """They were asked again for ever, each trial at the cost of an engine's start, and others' lines waited for them."""
+    named, asked = Ref("batch", "batch_1", ""), list[str]()
+    slots = [model("good", 2), model("broken", None)]
+    state: Any = SimpleNamespace(store=Store(None, 1 << 20, 1.0), fleet=Fleet(slots), draining=False)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(msgspec.json.decode((await receive())["body"])["model"])
+        if asked[-1] == "broken":
+            slots[1].state, slots[1].llm.dead = "failed", RuntimeError("no such folder")  # type: ignore[misc]
+        await send({"type": "http.response.start", "status": 503 if asked[-1] == "broken" else 200})
+        await send({"type": "http.response.body", "body": b'{"error":{}}'})
+
+    def begin(database: Database) -> None:
+        lines = [msgspec.json.encode({"custom_id": str(place), "url": "/v1/completions",
+                                      "body": {"model": "good" if place == 3 else "broken"}}) for place in range(4)]
+        file = write_file(database, "", "lines", "batch", b"\n".join(lines))
+        database.put(*named, new_batch(named.name, "/v1/completions", file["id"], 2.0))
+
+    async def run() -> dict[str, Any]:
+        found = Runner(state, app, lambda: SimpleNamespace(of=lambda _: None))  # type: ignore[arg-type, return-value]
+        await state.store.run(begin)
+        found.start(named)
+        await asyncio.gather(*found._tasks.values())
+        return await state.store.run(named.read)
+
+    batch = asyncio.run(run())
+    state.store.close()
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 4, "completed": 1, "failed": 3}
+    assert sorted(asked) == ["broken", "good"]

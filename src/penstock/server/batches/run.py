@@ -66,6 +66,8 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._flying: Counter[Slot] = Counter()
         """Lines that are asked now, by their model."""
+        self._failed: dict[Slot, tuple[int, bytes]] = {}
+        """The answer for lines of models that could not be loaded: a trial takes an engine's start, and others' loads wait."""
 
     async def resume(self) -> None:
         """Goes on with what an earlier server left."""
@@ -152,6 +154,8 @@ class Runner:
         waiting: dict[Slot, deque[Ask]] = {}
         for ask in left:
             waiting.setdefault(self._slot(ask), deque()).append(ask)
+        for slot in waiting:
+            self._failed.pop(slot, None)
         try:
             while True:
                 room = batch["expires_at"] - time.time()
@@ -203,11 +207,13 @@ class Runner:
         request_id = f"{named.name}-{ask.place}"
         body = msgspec.json.encode({"priority": LOWEST, **ask.body})
         while True:
-            status, content = await self._send(ask.url, body, named.owner, request_id)
-            if status not in BUSY:
+            status, content = self._failed.get(slot) or await self._send(ask.url, body, named.owner, request_id)
+            if status in BUSY and slot.state == "failed":
+                self._failed[slot] = status, content
+            if status not in BUSY or slot in self._failed:
                 break
             await asyncio.sleep(PAUSE_SECONDS)
-        if slot.llm.dead is not None:
+        if slot.llm.dead is not None and slot not in self._failed:
             raise RuntimeError("the engine has stopped")
         answer = await asyncio.to_thread(lambda: answer_of(ask.custom_id, request_id, status, msgspec.Raw(content)))
         failed = status != 200
