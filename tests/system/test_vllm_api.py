@@ -63,6 +63,8 @@ def test_tokens_in_and_out(server: Served) -> None:
     assert short["usage"]["completion_tokens"] > 16, "up to the context's end, as in a chat"
     scored = server.post("/inference/v1/generate", token_ids=ids, sampling_params={**sampling, "logprobs": 0}).json()
     assert all(len(entry["top_logprobs"]) == 1 for entry in scored["choices"][0]["logprobs"]["content"])
+    prompt = server.post("/inference/v1/generate", token_ids=ids, sampling_params={**sampling, "prompt_logprobs": 1}).json()
+    assert len(prompt["prompt_logprobs"]) == len(ids) and prompt["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("body, param", [

@@ -75,10 +75,7 @@ class TokensAnswer(ChoicesAnswer):
         return Generated(self.id, lines, self.usage(), prompt_entries(scores, self.namer) if scores is not None else None)
 
     def _scored(self, lines: list[TokenLogprobs]) -> dict[str, Any] | None:
-        params = self.requests[0].params
-        if params.logprobs is None and params.prompt_logprobs is None:
-            return None
-        return {"content": chat_content(lines, self.namer)}
+        return {"content": chat_content(lines, self.namer)} if self.requests[0].params.logprobs is not None else None
 
 
 class VLLM(OpenAIForm):
