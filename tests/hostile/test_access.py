@@ -51,6 +51,16 @@ def test_every_post_needs_a_json_content_type(path: str) -> None:
     assert ask(ServerOptions(), path, JSON)[0] in (400, 404, 503)
 
 
+def test_a_post_without_a_body_needs_no_type() -> None:
+    """As curl -X POST and vLLM's own tests send it. A browser that does so for another site's page says so."""
+    for path, *headers in (("/v1/batches/batch_a/cancel",), ("/v1/messages/batches/b/cancel",), ("/v1/responses/r/cancel",),
+                           ("/stop_profile",), ("/reset_prefix_cache", (b"content-length", b"0"))):
+        assert ask(ServerOptions(), path, *headers)[0] != 415, path
+        assert ask(ServerOptions(), path, *headers, (b"sec-fetch-site", b"cross-site"))[0] == 415, path
+        assert ask(ServerOptions(), path, *headers, (b"origin", b"https://evil.example"))[0] == 403, path
+    assert ask(ServerOptions(), "/reset_prefix_cache", (b"content-length", b"2"))[0] == 415
+
+
 def test_origins_are_checked_where_there_are_no_keys() -> None:
     open_to_one = ServerOptions(allowed_origins=["https://app.example"])
     for options, origin, passes in ((ServerOptions(), b"https://evil.example", False), (ServerOptions(), b"null", False),

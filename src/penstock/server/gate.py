@@ -29,8 +29,8 @@ ADMIN_ROUTES = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/u
                           "/update_weights_from_disk", "/start_profile", "/stop_profile"})
 """Routes that affect or show every tenant: they need an admin key if there are several keys."""
 
-BODILESS_ROUTES = frozenset({"/sleep", "/wake_up"})
-"""POST routes without a body, which need no type."""
+BODILESS_ROUTES = frozenset({"/sleep", "/wake_up", "/start_profile", "/stop_profile"})
+"""POST routes without a body, which need no type; those that end in /cancel are others."""
 
 UPLOAD_ROUTES = frozenset({"/v1/files"})
 """Routes that take a form."""
@@ -137,7 +137,8 @@ def _no_json(method: str, path: str, headers: dict[bytes, bytes]) -> RequestErro
     # Ollama's API takes any type, and some POST routes have no body. The type does not tell a browser from a program then, but
     # a browser names itself: a page's POST has an Origin, which was checked, and Sec-Fetch-Site.
     programs = headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
-    if programs and (path in BODILESS_ROUTES or path.startswith("/api/")):
+    bodiless = path in BODILESS_ROUTES or path.endswith("/cancel") or headers.get(b"content-length") == b"0"
+    if programs and (bodiless or path.startswith("/api/")):
         return None
     if path in UPLOAD_ROUTES and kind == b"multipart/form-data":
         # A browser's form from another site has an Origin, which was checked.
