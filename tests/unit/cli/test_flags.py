@@ -97,12 +97,15 @@ def test_flags_of_vllm_that_ask_for_what_is_done_anyway(capsys: pytest.CaptureFi
     serve.add(parser)
     words = ["m", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--runner", "pooling", "--api-server-count=1",
              "--max_model_len", "5000", "--structured-outputs-config.backend", "xgrammar", "--disable-frontend-multiprocessing",
-             "-tp", "2", "-q", "fp8", "--dtype", "half"]
+             "-tp", "2", "-q", "fp8", "--dtype", "half", "--no-enable-log-requests", "--async-scheduling",
+             "--enable-request-id-headers", "--model-impl", "auto", "--logprobs-mode=raw_logprobs", "--response-role=assistant",
+             "--config_format", "auto", "--chat-template-content-format=auto", "--max-num-partial-prefills", "1"]
     found = from_args(parser.parse_args(words), EngineOptions)
     assert (found.tool_call_parser, found.max_model_len, found.dtype) == ("hermes", 5000, "float16")
     assert (found.tensor_parallel_size, found.quantization) == (2, "fp8")
     assert "frontend-multiprocessing" not in parser.format_help()
-    for words in (["--runner", "draft"], ["--no-enable-auto-tool-choice"], ["--api-server-count", "2"], ["--enable_nothing"]):
+    for words in (["--runner", "draft"], ["--no-enable-auto-tool-choice"], ["--api-server-count", "2"],
+                  ["--logprobs-mode", "processed_logits"], ["--enable_nothing"]):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
     assert "unknown flag --enable_nothing" in capsys.readouterr().err
