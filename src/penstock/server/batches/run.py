@@ -154,8 +154,8 @@ class Runner:
         waiting: dict[Slot, deque[Ask]] = {}
         for ask in left:
             waiting.setdefault(self._slot(ask), deque()).append(ask)
-        for slot in waiting:
-            self._failed.pop(slot, None)
+        for tried in waiting:
+            self._failed.pop(tried, None)
         try:
             while True:
                 room = batch["expires_at"] - time.time()
