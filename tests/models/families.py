@@ -182,7 +182,7 @@ CASES = [
     Case("hunyuan-moe-top-1", "HunYuanMoEV1", {**EVEN, **TIED, **BIASED, "num_experts": 4, "moe_topk": 1}),
     Case("hunyuan-moe-alpha", "HunYuanMoEV1", {**WIDE, "num_experts": 5, "moe_topk": 2,
                                                **rope("dynamic", alpha=1000.0, factor=1.0)}),
-    Case("llama4-odd", "Llama4Text", {**ODD, **LLAMA4}),
+    Case("llama4-odd", "Llama4Text", {**ODD, **LLAMA4, **rope("yarn", **YARN)}),
     Case("llama4-interleaved", "Llama4Text", {**EVEN, **TIED, **BIASED, **LLAMA4, "interleave_moe_layer_step": 2,
                                               "num_experts_per_tok": 2, "attn_temperature_tuning": False}),
     Case("llama4-unnormed", "Llama4Text", {**WIDE, **LLAMA4, "use_qk_norm": False, "no_rope_layers": [1, 0, 1]}),

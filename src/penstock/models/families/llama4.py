@@ -4,6 +4,7 @@ Rotating layers attend within chunks of `attention_chunk_size` positions, and th
 positions on. Both begin behind the context that is offered here, so attention is plain."""
 
 from dataclasses import replace
+from typing import Any
 
 from penstock.models.family import Config, ModelSpec, QueryKeyNorm, RMSNormSpec, Rule, parts, rope, rules
 
@@ -35,8 +36,11 @@ def spec(config: Config) -> ModelSpec:
     mixture = replace(parts.experts(config, parts.routing(config, "sigmoid_after"), inner="intermediate_size",
                                     shared_inner=config.integer("intermediate_size")), inward=True)
     mlp = parts.gated_mlp(Config({**config.given, "intermediate_size": config.integer("intermediate_size_mlp")}, DEFAULTS))
-    # Without weights, the norm after the rotation is that before it.
+    # Without weights, the norm after the rotation is that before it, but for the rotation's amplitude, which it takes away.
     heads = QueryKeyNorm(RMSNormSpec(norm.eps, weight=False)) if config.flag("use_qk_norm", True) else None
+    scaling: Any = turn.scaling
+    if heads and scaling.amplitude() != 1.0:
+        turn = replace(turn, scaling=replace(scaling, attention_factor=1.0))
     attentions = [parts.attention(config, rope=turn if turned else None, norm=heads if turned else None, bias=bias)
                   for turned in turns]
     mlps = [mixture if i in sparse else mlp for i in range(layers)]
