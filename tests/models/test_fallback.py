@@ -81,6 +81,17 @@ def test_families_that_only_transformers_knows(kind: str, more: dict[str, Any], 
         assert len(found) == 10 and found == ids
 
 
+def test_buffers_of_one_number(tmp_path: Path) -> None:
+    """Apertus 1.5 stores some of its activation's numbers without a dimension."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Apertus1p5TextForCausalLM(transformers.Apertus1p5TextConfig(**GEMMA)).float().eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    prompt = list(range(3, 40))
+    logits = Runner(open_model(tmp_path)).prompt(0, prompt)
+    torch.testing.assert_close(logits, chosen(model, prompt, [3])[0], atol=1e-4, rtol=0)
+
+
 def test_layers_with_states_of_their_own_are_refused(tmp_path: Path) -> None:
     """Falcon-H1 has attention in every layer, so that all calls are seen, and a recurrence beside each."""
     transformers = pytest.importorskip("transformers")

@@ -108,7 +108,7 @@ class ForeignSpec:
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         for name, shape in self.tensors:
-            yield Parameter(f"{path}.{name}", shape)
+            yield Parameter(f"{path}.{name}", shape or (1,))
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         return tuple(StateSpec((Field("k", (each.kv_heads, each.head_size), dtype),
@@ -129,7 +129,7 @@ class Foreign(Mixer):
     def __init__(self, spec: ForeignSpec, path: str, build: Build) -> None:
         self.spec = spec
         self._kernels = build.kernels
-        values = {name: build.values.tensor(f"{path}.{name}") for name, _ in spec.tensors}
+        values = {name: build.values.tensor(f"{path}.{name}").view(shape) for name, shape in spec.tensors}
         embedding = build.values.matrix("embedding.weight")
         values[spec.embedding] = embedding.ops.gather(torch.arange(embedding.n, device=build.device), embedding)
         model = skeleton(json.loads(spec.config), build.device, embedding.dtype)

@@ -17,7 +17,7 @@ from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.foreign import ForeignAttention, ForeignSpec, running, skeleton
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import Config
-from penstock.models.rules import Rule, text_part
+from penstock.models.rules import Rule, flat, text_part
 
 _KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "position_ids", "is_causal", "cache_position", "use_cache",
           "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -89,7 +89,7 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     spec = ModelSpec("", vocabulary, width, Config(given.to_dict()).integer("max_position_embeddings"), (block,), NoNormSpec(),
                      HeadSpec(tied, head.bias is not None, softcap=softcap), EmbeddingSpec())
     rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
-             *(Rule(name, f"blocks.0.foreign.{name}") for name, _ in tensors),
+             *(Rule(name, f"blocks.0.foreign.{name}", None if shape else flat) for name, shape in tensors),
              Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None))
     return spec, text_part(rules)
 
