@@ -216,6 +216,41 @@ def test_variants_that_would_compute_something_else_are_refused(name: str, chang
         describe({**REAL[name][0], **changes})
 
 
+@pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "Afmoe", "GptOss", "Apertus", "Cwm",
+                                  "Jais2", "Cohere", "Cohere2", "Persimmon", "Helium", "Ernie4_5"])
+def test_absent_values_are_those_of_the_configuration_class(kind: str) -> None:
+    """Each alone, as hand-written configs and older files leave some out."""
+    transformers = pytest.importorskip("transformers")
+    from tests.models.families import CASES, MODELS
+
+    case = next(case for case in CASES if case.kind == kind)
+    full = getattr(transformers, f"{kind}Config")(**case.config).to_dict()
+    for name in ("rms_norm_eps", "routed_scaling_factor", "rope_parameters", "tie_word_embeddings", "q_lora_rank",
+                 "n_shared_experts", "num_shared_experts", "max_position_embeddings", "first_k_dense_replace"):
+        left_out = ("mlp_layer_types", name) if name == "first_k_dense_replace" else (name,)
+        given = {key: value for key, value in full.items() if key not in left_out}
+        stated = getattr(transformers, f"{kind}Config")(**{key: given[key] for key in given if key != "qk_head_dim"})
+        named = {"architectures": [MODELS.get(kind, f"{kind}ForCausalLM")]}
+        assert describe(given | named) == describe(stated.to_dict() | named), name
+
+
+def test_rotations_of_older_files_replace_the_class_s() -> None:
+    """A scaling that is given is used whole, and a base that is given alone moves the class's."""
+    oss = {**LLAMA, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    old, alone = (describe(oss | {"rope_theta": 777.0, "rope_scaling": given}).attentions[0].rope
+                  for given in ({"type": "linear", "factor": 2.0}, None))
+    assert old is not None and alone is not None and (old.theta, old.scaling) == (777.0, LinearScaling(2.0))
+    assert (alone.theta, alone.scaling) == (777.0, YarnScaling(32.0, 4096, truncate=False))
+
+
+def test_the_default_rotation_of_ministral_3() -> None:
+    """Files written by transformers have max_position_embeddings in it."""
+    transformers = pytest.importorskip("transformers")
+    given = transformers.Ministral3Config().to_dict() | {"architectures": ["Ministral3ForCausalLM"]}
+    assert "max_position_embeddings" in given["rope_parameters"]
+    assert describe(given).max_positions == 262144
+
+
 def test_model_type_is_enough() -> None:
     assert describe({**LLAMA, "architectures": None}).architecture == "LlamaForCausalLM"
 

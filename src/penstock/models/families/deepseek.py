@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any
 
 from penstock.models import family
-from penstock.models.family import Config, ModelSpec, Routing, Rule, SparseLatentAttentionSpec, parts, rope, rules
+from penstock.models.family import Config, Like, ModelSpec, Routing, Rule, SparseLatentAttentionSpec, parts, rope, rules
 
-ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
-MODEL_TYPES = ("deepseek_v2", "deepseek_v32", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "topk_method": "greedy"}
+ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+_ALL = {"hidden_act": "silu", "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128}
+DEFAULTS = {**_ALL, "max_position_embeddings": 4096, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 RULES = (
     *Rule.named("model.layers.#.", {"self_attn.indexer.wq_b.*": "attention.index_q.*",
         "self_attn.indexer.wk.*": "attention.index_k.*", "self_attn.indexer.weights_proj.*": "attention.index_weights.*",
@@ -54,7 +57,15 @@ def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSp
     return parts.layered(config, attention, forward, parts.rms_norm(config), beyond=parts.draft_layers(config))
 
 
-LIKE = (family.Like(("YoutuForCausalLM",), ("youtu",),
-             {"hidden_act": "silu", "max_position_embeddings": 131072, "kv_lora_rank": 512, "q_lora_rank": 1536,
-              "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "tie_word_embeddings": True},
-             partial(spec, mlps=parts.gated_mlp), RULES),)
+LIKE = (
+    Like(("DeepseekV2ForCausalLM",), ("deepseek_v2",),
+         {**_ALL, "max_position_embeddings": 2048, "topk_method": "greedy", "n_routed_experts": 64, "n_shared_experts": 2}, spec,
+         RULES),
+    Like(("DeepseekV32ForCausalLM",), ("deepseek_v32",), {**DEFAULTS, "max_position_embeddings": 163840}, spec, RULES),
+    Like(("Glm4MoeLiteForCausalLM",), ("glm4_moe_lite",),
+         {**_ALL, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+          "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
+          "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}, spec, RULES),
+    Like(("YoutuForCausalLM",), ("youtu",), {**_ALL, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+         partial(spec, mlps=parts.gated_mlp), RULES),
+)

@@ -13,6 +13,8 @@ from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyN
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
 DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Rotations of families whose configuration classes scale by default."""
 RULES = rules.LLAMA
 
 
@@ -48,13 +50,14 @@ def ministral3(config: Config) -> ModelSpec:
     """Mistral whose queries grow with the logarithm of their position, far behind the trained length."""
     given = dict(config.values.get("rope_parameters") or {})
     beta, original = given.pop("llama_4_scaling_beta", None), given.get("original_max_position_embeddings", 16384)
+    given.pop("max_position_embeddings", None)  # is there by default, and means nothing
     return spec(config.changed(rope_parameters=given), theta=1000000.0, windows=slides(width=0),
                 attends={"growth": (float(beta), int(original))} if beta else {})
 
 
 def persimmon(config: Config) -> ModelSpec:
     """Squared ReLUs; queries, keys and values are stored by head."""
-    return spec(config, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=25000.0, fraction=0.5,
+    return spec(config, norm=parts.layer_norm, mlp=parts.plain_mlp, fraction=0.5,
                 normed="before" if config.flag("qk_layernorm", True) else "")
 
 
@@ -115,9 +118,10 @@ def cohere(config: Config) -> ModelSpec:
     every, unbiased = config.integer("sliding_window_pattern", 4), partial(parts.layer_norm, bias=False)
     head = family.HeadSpec(config.flag("tie_word_embeddings", True), divisor=1.0 / config.number("logit_scale", 0.0625))
     norm = QueryKeyNorm(unbiased(config), own=True) if config.flag("use_qk_norm", False) else None
-    windows = slides(lambda layer: (layer + 1) % every != 0) if config.named("Cohere2ForCausalLM", "cohere2") else None
+    second = config.named("Cohere2ForCausalLM", "cohere2")
+    windows = slides(lambda layer: (layer + 1) % every != 0) if second else None
     return spec(config, norm=unbiased, interleaved=True, attends={"norm": norm}, windows=windows, full={"rope": None},
-                same=True, head=head)
+                same=True, head=head, theta=10000.0 if second else 500000.0)
 
 
 def minicpm(config: Config) -> ModelSpec:
@@ -210,7 +214,8 @@ STARCODER2 = (
 )
 LIKE = (
     Like(("ApertusForCausalLM",), ("apertus",),
-         {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5},
+         {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+          "rope_scaling": {**LLAMA3, "factor": 8.0, "rope_theta": 12000000.0}},
          partial(spec, mlp=parts.plain_mlp, theta=12000000.0, normed="before"), APERTUS),
     Like(("ArceeForCausalLM",), ("arcee",), {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
          partial(spec, mlp=parts.plain_mlp)),
@@ -220,21 +225,24 @@ LIKE = (
          {"hidden_act": "silu", "max_position_embeddings": 8192}, cohere, COHERE),
     Like(("CwmForCausalLM",), ("cwm",),
          {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
-          "rms_norm_eps": 1e-5, "sliding_window": 8192},
+          "rms_norm_eps": 1e-5, "sliding_window": 8192,
+          "rope_scaling": {**LLAMA3, "factor": 16.0, "rope_theta": 1000000.0}},
          partial(spec, theta=1000000.0, windows=slides(lambda layer: layer % 4 != 0))),
-    Like(("Ernie4_5ForCausalLM",), ("ernie4_5",), {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128},
+    Like(("Ernie4_5ForCausalLM",), ("ernie4_5",),
+         {"hidden_act": "silu", "max_position_embeddings": 131072, "head_dim": 128, "rms_norm_eps": 1e-5,
+          "tie_word_embeddings": True},
          lambda config: spec(biased(config, False), theta=500000.0, interleaved=True)),
     Like(("GraniteForCausalLM",), ("granite",), DEFAULTS, granite),
     Like(("HeliumForCausalLM",), ("helium",),
-         {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128, "attention_out_bias": False},
-         partial(spec, theta=100000.0, interleaved=True)),
+         {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128, "attention_out_bias": False,
+          "rms_norm_eps": 1e-8}, partial(spec, theta=100000.0, interleaved=True)),
     Like(("HunYuanDenseV1ForCausalLM",), ("hunyuan_v1_dense",),
          {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, partial(spec, normed="after"), HUNYUAN),
     Like(("InternLM2ForCausalLM", "InternLM3ForCausalLM"), ("internlm2", "internlm3"),
          {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}, internlm, INTERNLM),
     Like(("Jais2ForCausalLM",), ("jais2",),
          {"hidden_act": "relu2", "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
-         partial(spec, norm=parts.layer_norm, mlp=parts.plain_mlp, theta=500000.0), rules.LAYER_NORM_LLAMA),
+         partial(spec, norm=parts.layer_norm, mlp=parts.plain_mlp), rules.LAYER_NORM_LLAMA),
     Like(("MiniCPMForCausalLM", "MiniCPM3ForCausalLM"), ("minicpm", "minicpm3"),
          {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "scale_emb": 12, "scale_depth": 1.4,
           "dim_model_base": 256}, minicpm,

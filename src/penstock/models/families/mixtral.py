@@ -188,8 +188,8 @@ PHI = (
 PHI_DEFAULTS = {**DEFAULTS, "num_local_experts": 16, "router_jitter_noise": 0.01}
 LIKE = (
     Like(("AfmoeForCausalLM",), ("afmoe",),
-         {"hidden_act": "silu", "max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "num_dense_layers": 1},
-         afmoe, AFMOE),
+         {"hidden_act": "silu", "max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "num_dense_layers": 1,
+          "num_shared_experts": 2}, afmoe, AFMOE),
     Like(("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), ("granitemoe", "granitemoeshared"),
          {"hidden_act": "silu", "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
          partial(llama.granite, mlps=_granite_experts), GRANITE),
