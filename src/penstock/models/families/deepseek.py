@@ -59,8 +59,8 @@ def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSp
 
 LIKE = (
     Like(("DeepseekV2ForCausalLM",), ("deepseek_v2",),
-         {**_ALL, "max_position_embeddings": 2048, "topk_method": "greedy", "n_routed_experts": 64, "n_shared_experts": 2}, spec,
-         RULES),
+         {**_ALL, "max_position_embeddings": 2048, "topk_method": "greedy", "n_routed_experts": 64, "n_shared_experts": 2},
+         spec, RULES),
     Like(("DeepseekV32ForCausalLM",), ("deepseek_v32",), {**DEFAULTS, "max_position_embeddings": 163840}, spec, RULES),
     Like(("Glm4MoeLiteForCausalLM",), ("glm4_moe_lite",),
          {**_ALL, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from penstock.models import family
-from penstock.models.families import llama
+from penstock.models.families import llama, olmo
 from penstock.models.family import Config, Like, MixerSpec, ModelSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("MixtralForCausalLM",)
@@ -25,10 +25,10 @@ def spec(config: Config) -> ModelSpec:
     return llama.spec(config, mlps=_experts, theta=1000000.0, windows=llama.slides(width=0))
 
 
-def olmoe(config: Config) -> ModelSpec:
+def olmoe(config: Config, **more: Any) -> ModelSpec:
     """Queries and keys are normed over all heads together."""
     config.absent("clip_qkv")
-    return llama.spec(config, mlps=partial(_experts, normalise=config.flag("norm_topk_prob", False)), normed="whole")
+    return llama.spec(config, mlps=partial(_experts, normalise=config.flag("norm_topk_prob", False)), normed="whole", **more)
 
 
 def minimax_m2(config: Config) -> ModelSpec:
@@ -185,6 +185,9 @@ PHI = (
     Rule("lm_head.bias", "head.bias"),
     *rules.LLAMA,
 )
+GLM = {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+       "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+       "moe_intermediate_size": 1408, "attention_out_bias": False}
 PHI_DEFAULTS = {**DEFAULTS, "num_local_experts": 16, "router_jitter_noise": 0.01}
 LIKE = (
     Like(("AfmoeForCausalLM",), ("afmoe",),
@@ -196,11 +199,7 @@ LIKE = (
     Like(("Dots1ForCausalLM",), ("dots1",),
          {"hidden_act": "silu", "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0,
           "moe_intermediate_size": 1408, "norm_topk_prob": False}, dots1, (*rules.EXPERTS, *rules.LLAMA)),
-    Like(("Glm4MoeForCausalLM",), ("glm4_moe",),
-         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-          "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
-          "norm_topk_prob": True, "moe_intermediate_size": 1408, "attention_out_bias": False}, glm4_moe,
-         (*rules.EXPERTS, *rules.LLAMA)),
+    Like(("Glm4MoeForCausalLM",), ("glm4_moe",), GLM, glm4_moe, (*rules.EXPERTS, *rules.LLAMA)),
     Like(("MiniMaxM2ForCausalLM",), ("minimax_m2",),
          {"hidden_act": "silu", "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
           "num_experts_per_tok": 8, "num_local_experts": 256}, minimax_m2,
@@ -209,6 +208,11 @@ LIKE = (
     Like(("OlmoeForCausalLM",), ("olmoe",),
          {"hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64,
           "num_experts_per_tok": 8}, olmoe, (*rules.EXPERTS, *rules.LLAMA)),
+    Like(("FlexOlmoForCausalLM",), ("flex_olmo",),
+         {"hidden_act": "silu", "max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5},
+         partial(olmoe, theta=500000.0, pre=False, post=True), (*rules.EXPERTS, *olmo.RULES)),
+    Like(("SolarOpenForCausalLM",), ("solar_open",), {**GLM, "moe_intermediate_size": 1280, "first_k_dense_replace": 0},
+         partial(llama.spec, mlps=parts.dense_then_experts, theta=1000000.0), (*rules.EXPERTS, *rules.LLAMA)),
     Like(("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"), ("ernie4_5_moe",),
          {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
           "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,

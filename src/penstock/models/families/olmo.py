@@ -1,6 +1,7 @@
-"""OLMo 2 and 3, EXAONE 4: norms after each branch. Queries and keys are normed, OLMo's over all heads, EXAONE's by head."""
+"""OLMo 2 and 3, EXAONE 4: norms after each branch, in K-EXAONE before. Queries and keys are normed, OLMo's over all heads."""
 
 from dataclasses import replace
+from typing import Any
 
 from penstock.models.families import llama
 from penstock.models.family import Config, Like, ModelSpec, NoScaling, Rule, parts, rope, rules
@@ -32,18 +33,25 @@ def olmo3(config: Config) -> ModelSpec:
                       max_positions=far.scaling.reach(config.integer("max_position_embeddings")))
 
 
-def exaone4(config: Config) -> ModelSpec:
+def exaone4(config: Config, **more: Any) -> ModelSpec:
     """If some layers slide, the others do not rotate. `sliding_window_pattern`: "LLLG", or every n-th layer is global."""
     layers, pattern = config.integer("num_hidden_layers"), config.values.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
         local = [pattern[i % len(pattern)] == "L" and i < layers - 1 for i in range(layers)]
     else:
         local = [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
-    return llama.spec(config, normed="before", pre=False, post=True, windows=llama.slides(local.__getitem__),
-                      full={"rope": None} if config.nullable_integer("sliding_window", 4096) else {})
+    return llama.spec(config, normed="before", windows=llama.slides(local.__getitem__),
+                      full={"rope": None} if config.nullable_integer("sliding_window", 4096) else {},
+                      **more or {"pre": False, "post": True})
 
 
 LIKE = (
     Like(("Olmo3ForCausalLM",), ("olmo3",), DEFAULTS, olmo3, RULES),
+    Like(("ExaoneMoeForCausalLM",), ("exaone_moe",),
+         {**DEFAULTS, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "num_shared_experts": 1,
+          "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+         lambda config: exaone4(config.renamed(num_shared_experts="n_shared_experts"), mlps=parts.dense_then_experts),
+         (Rule("mtp.**", None), Rule("model.layers.#.mlp.e_score_correction_bias", "blocks.#.mlp.correction"), *rules.EXPERTS,
+          *rules.LLAMA)),
     Like(("Exaone4ForCausalLM",), ("exaone4",), {**DEFAULTS, "num_key_value_heads": 32}, exaone4, RULES),
 )
