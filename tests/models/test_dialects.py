@@ -517,3 +517,28 @@ def test_names_of_a_language_model_beside_towers(tmp_path: Path) -> None:
     for prefix in ("language_model.model.", "model.language_model."):
         for pattern in (f"-:{prefix}layers.1.mlp.down_proj", "-:" + prefix.replace(".", r"\.") + r"layers\.1\.mlp\.down.*"):
             assert tokens(prefix, mixed, [pattern]) == wanted
+
+
+def test_modules_are_asked_for_by_the_family_s_exact_names() -> None:
+    """Lists of modules as published checkpoints have them: Kimi K2's of those that stay plain, one of targets, and DeepSeek's
+    FP8, which lists nothing of what stays plain."""
+    sizes = {"architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
+             "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "vocab_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64,
+             "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_shared_experts": 1,
+             "index_n_heads": 4, "index_head_dim": 64, "index_topk": 16}
+
+    def stored(given: dict[str, Any], **changes: Any) -> set[str]:
+        spec = describe({**sizes, **changes, "quantization_config": given})
+        return {one.name.split(".", 2)[-1] for one in spec.parameters() if one.scheme and one.scheme.name != "plain"}
+
+    kimi = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
+    kimi["ignore"] = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    assert stored(kimi, architectures=["DeepseekV3ForCausalLM"]) == {"mlp.experts.gate_up.weight", "mlp.experts.down.weight"}
+    kimi["config_groups"]["group_0"]["targets"], kimi["ignore"] = [r"re:.*self_attn\.(q_a|q_b|kv_a|kv_b|o)_proj.*"], []
+    assert stored(kimi, architectures=["DeepseekV3ForCausalLM"]) == {f"attention.{name}.weight" for name in (
+        "a", "q_b", "kv_b", "o")}
+    found = stored({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert "attention.index_k.weight" in found and "mlp.shared.down.weight" in found
+    assert "attention.index_weights.weight" not in found
+    assert reader({"quant_method": "fp8", "weight_block_size": [128, 128]}).form("model.layers.61.eh_proj", 128, 256) is None

@@ -70,9 +70,13 @@ class LatentAttentionSpec:
         return "a" if self.query_rank else "kv_a"
 
     @property
+    def query_name(self) -> str:
+        return "q_b" if self.query_rank else "q"
+
+    @property
     def queries(self) -> LinearSpec:
-        return LinearSpec(self.query_rank or self.width, (Piece("q", self.heads * self.query_size, self.query_size),), False,
-                          Split.ROWS)
+        outputs = Piece(self.query_name, self.heads * self.query_size, self.query_size)
+        return LinearSpec(self.query_rank or self.width, (outputs,), False, Split.ROWS)
 
     @property
     def output(self) -> LinearSpec:
@@ -82,7 +86,7 @@ class LatentAttentionSpec:
         yield from self.input.parameters(f"{path}.{self.input_name}")
         if self.query_rank:
             yield from self.norm.parameters(f"{path}.q_norm", self.query_rank)
-        yield from self.queries.parameters(f"{path}.q")
+        yield from self.queries.parameters(f"{path}.{self.query_name}")
         yield from self.norm.parameters(f"{path}.kv_norm", self.rank)
         size = self.key_size + self.value_size
         yield Parameter(f"{path}.kv_b.weight", (self.heads * size, self.rank), PLAIN, split=Split.ROWS, unit=size, decoded=True)
@@ -112,7 +116,7 @@ class LatentAttention:
         self.spec = spec
         self.path = f"{path}.kv_b"
         self.a = Linear(spec.input, f"{path}.{spec.input_name}", build)
-        self.q = Linear(spec.queries, f"{path}.q", build)
+        self.q = Linear(spec.queries, f"{path}.{spec.query_name}", build)
         self.q_norm = RMSNorm(spec.norm, f"{path}.q_norm", build) if spec.query_rank else None
         self.kv_norm = build.values.tensor(f"{path}.kv_norm.weight")
         self.kv_b = build.values.tensor(f"{path}.kv_b.weight")

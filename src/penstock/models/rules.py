@@ -131,7 +131,7 @@ ATTENTION = (
 
 LATENT_ATTENTION = Rule.named("model.layers.#.self_attn.", {
     "q_proj.*": "attention.q.*", "q_a_proj.*": "attention.q_a.*", "q_a_layernorm.weight": "attention.q_norm.weight",
-    "q_b_proj.*": "attention.q.*", "kv_a_proj_with_mqa.*": "attention.kv_a.*",
+    "q_b_proj.*": "attention.q_b.*", "kv_a_proj_with_mqa.*": "attention.kv_a.*",
     "kv_a_layernorm.weight": "attention.kv_norm.weight", "kv_b_proj.*": "attention.kv_b.*", "o_proj.*": "attention.o.*",
     "rotary_emb.inv_freq": None})
 """DeepSeek's MLA."""
@@ -169,7 +169,11 @@ EXPERTS = Rule.named("model.layers.#.", {
     "mlp.experts.@.gate_proj.*": "mlp.experts.@.gate.*", "mlp.experts.@.up_proj.*": "mlp.experts.@.up.*",
     "mlp.experts.@.down_proj.*": "mlp.experts.@.down.*",
     "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", stacked),
-    "mlp.experts.down_proj": ("mlp.experts.down.weight", stacked), "mlp.shared_expert[s].gate_proj.*": "mlp.shared.gate.*",
-    "mlp.shared_expert[s].up_proj.*": "mlp.shared.up.*", "mlp.shared_expert[s].down_proj.*": "mlp.shared.down.*",
-    "mlp.shared_expert_gate.weight": "mlp.shared_gate.weight"})
-"""Router, experts (one by one, or a layer's as one tensor) and shared experts, as Qwen and DeepSeek name them."""
+    "mlp.experts.down_proj": ("mlp.experts.down.weight", stacked), "mlp.shared_experts.gate_proj.*": "mlp.shared.gate.*",
+    "mlp.shared_experts.up_proj.*": "mlp.shared.up.*", "mlp.shared_experts.down_proj.*": "mlp.shared.down.*"})
+"""Router, experts (one by one, or a layer's as one tensor) and shared experts, as DeepSeek names them."""
+
+QWEN_EXPERTS = (*Rule.named("model.layers.#.mlp.", {
+    **{f"shared_expert.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")},
+    "shared_expert_gate.weight": "mlp.shared_gate.weight"}), *EXPERTS)
+"""The same as Qwen names them. A config's lists of modules are of exact names, so each family has its own first."""

@@ -66,7 +66,7 @@ NEXT = (
     *Rule.named("model.layers.#.linear_attn.", {"in_proj_qkvz.*": "attention.qkvz.*", "in_proj_ba.*": "attention.ba.*",
         "conv1d.weight": ("attention.conv.weight", flat), "A_log": "attention.decay", "dt_bias": "attention.step",
         "norm.weight": "attention.norm.weight", "out_proj.*": "attention.o.*"}),
-    *rules.EXPERTS,
+    *rules.QWEN_EXPERTS,
     *rules.LLAMA,
 )
 LIKE = (
@@ -77,11 +77,11 @@ LIKE = (
           "linear_conv_kernel_dim": 4}, qwen3_next, NEXT),
     Like(("Qwen2MoeForCausalLM",), ("qwen2_moe",),
          {**DEFAULTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-          "shared_expert_intermediate_size": 5632}, qwen2_moe, (*rules.EXPERTS, *rules.LLAMA)),
+          "shared_expert_intermediate_size": 5632}, qwen2_moe, (*rules.QWEN_EXPERTS, *rules.LLAMA)),
     Like(("Qwen3ForCausalLM",), ("qwen3",), {**DEFAULTS, "head_dim": 128, "num_key_value_heads": 32},
          partial(llama.spec, normed="before", windows=upper_windows)),
     Like(("Qwen3MoeForCausalLM",), ("qwen3_moe",),
          {**DEFAULTS, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
          partial(llama.spec, normed="before", windows=lambda config: config.windows(lambda _layer: True, _window(config)),
-                 mlps=parts.some_experts), (*rules.EXPERTS, *rules.LLAMA)),
+                 mlps=parts.some_experts), (*rules.QWEN_EXPERTS, *rules.LLAMA)),
 )

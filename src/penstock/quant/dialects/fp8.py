@@ -11,6 +11,8 @@ from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, na
 from penstock.quant.fp8 import FP8
 
 METHODS = ("fp8", "fbgemm_fp8")
+_KEPT = ("indexer.weights_proj", "eh_proj")
+"""DeepSeek's modules that stay plain, though no list of its configs says so."""
 
 
 def by_rows(n: int, k: int, activation: Activation) -> Form:
@@ -51,7 +53,7 @@ class _FP8(Reader):
         self._plain = [*(config.get("modules_to_not_convert") or []), *(config.get("ignored_layers") or [])]
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        if outside_linears(module) or named(module, self._plain):
+        if outside_linears(module) or module.endswith(_KEPT) or named(module, self._plain):
             return None
         if self._block is not None:
             if self._scheme == "static":
