@@ -442,6 +442,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
+    ({"quant_method": "gguf"}, "quant_method is 'gguf' in a folder; name its .gguf file"),
     ({"quant_method": "newest"}, "quant_method is 'newest'; possible are auto-round, auto_round, awq"),
     ({"quant_method": "gptq", "bits": 5}, "bits is 5; possible are 2, 3, 4, 8"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'; possible are 'gemm'"),
@@ -524,9 +525,9 @@ def test_modules_are_asked_for_by_the_family_s_exact_names() -> None:
     FP8, which lists nothing of what stays plain."""
     sizes = {"architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
              "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-             "vocab_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64,
-             "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_shared_experts": 1,
-             "index_n_heads": 4, "index_head_dim": 64, "index_topk": 16}
+             "vocab_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+             "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+             "v_head_dim": 32, "n_shared_experts": 1, "index_n_heads": 4, "index_head_dim": 64, "index_topk": 16}
 
     def stored(given: dict[str, Any], **changes: Any) -> set[str]:
         spec = describe({**sizes, **changes, "quantization_config": given})
@@ -542,3 +543,29 @@ def test_modules_are_asked_for_by_the_family_s_exact_names() -> None:
     assert "attention.index_k.weight" in found and "mlp.shared.down.weight" in found
     assert "attention.index_weights.weight" not in found
     assert reader({"quant_method": "fp8", "weight_block_size": [128, 128]}).form("model.layers.61.eh_proj", 128, 256) is None
+
+
+def test_biases_of_zeros_beside_gptq_s_matrices_are_left_out(tmp_path: Path) -> None:
+    """GPTQ's older programs write one for each matrix, though a Llama has none."""
+    written(tmp_path, *FORMULAS["gptq-4"])
+    wanted, tensors = greedy(tmp_path, [5, 9], 8), load_file(tmp_path / "model.safetensors")
+    biases = {f"{name}.bias": torch.zeros(shape[0]).half() for name, shape in NAMES.items()}
+    save_file({**tensors, **biases}, tmp_path / "model.safetensors")
+    assert greedy(tmp_path, [5, 9], 8) == wanted
+    biases["model.layers.1.mlp.up_proj.bias"][7] = 0.5
+    save_file({**tensors, **biases}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"unused \(1\):\n  model\.layers\.1\.mlp\.up_proj\.bias"):
+        greedy(tmp_path, [5], 1)
+
+
+def test_codes_of_bitsandbytes_stored_as_bfloat16(tmp_path: Path) -> None:
+    """As training with FSDP wants them: `bnb_4bit_quant_storage`."""
+    folder = ASSETS / "bnb-nf4-nested"
+    tensors = {name: tensor.flatten().view(torch.bfloat16).view(-1, 1) if tensor.dtype is torch.uint8 and name[-7:] == ".weight"
+               else tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["bnb_4bit_quant_storage"] = "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, wanted = matrices(tmp_path, torch.float32), matrices(folder, torch.float32)
+    assert len(found) == 7 and all(torch.equal(found[name], matrix) for name, matrix in wanted.items())

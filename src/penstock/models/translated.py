@@ -149,6 +149,7 @@ class Translated(Checkpoint):
         """All modules with a matrix, plain ones too, by the files' names."""
         self._cached: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._modules, self.tensors = self._sorted(rules, reader)
+        self._leave_out_zeros(rules)
         wrong = [problem for name, module in self._modules.items() for problem in _misfits(name, module, spec)]
         if wrong:
             raise ModelError(f"{folder}: tensors do not fit quantization_config in config.json:\n  "
@@ -197,6 +198,17 @@ class Translated(Checkpoint):
             module = modules.setdefault(stem, _Module(form, {}, change, n, k))
             module.raw[suffix] = stored
         return modules, others
+
+    def _leave_out_zeros(self, rules: Sequence[Rule]) -> None:
+        """Leaves out biases of zeros beside matrices that have none in the family: GPTQ's older programs write one for each."""
+        known = {one.name for parameter in self._spec.parameters() for one in (parameter, *parameter.pieces)}
+        found = [name for name in (f"{module}.bias" for module in self._modules) if name in self.tensors
+                 and not any(rule.match(asked) in known for asked in (name, f"model.{name}") for rule in rules)]
+        if found:
+            with self.mapped():
+                for name in found:
+                    if not bool(self.view(self.raw[name]).any()):
+                        del self.tensors[name]
 
     def modules(self) -> dict[str, Form]:
         """The modules that a form describes."""

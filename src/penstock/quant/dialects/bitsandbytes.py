@@ -19,7 +19,7 @@ _BLOCK = 64
 """Numbers that share a scale; transformers offers no other."""
 
 
-def _four(n: int, k: int, kind: str, nested: bool) -> Form:
+def _four(n: int, k: int, kind: str, nested: bool, storage: str) -> Form:
     blocks, state = -(-n * k // _BLOCK), f"weight.quant_state.bitsandbytes__{kind}"
 
     def parts(raw: Tensors) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def _four(n: int, k: int, kind: str, nested: bool) -> Form:
             scales = raw["weight.nested_absmax"].repeat_interleave(int(said["nested_blocksize"]))[:blocks]
             absmax = raw["weight.nested_quant_map"][absmax.long()] * scales + said["nested_offset"]
         # Of two codes in a byte the first is in the high bits.
-        codes = raw["weight"].view(torch.uint8).flatten()
+        codes = raw["weight"].flatten().view(torch.uint8)
         codes = codes << 4 | codes >> 4
         if k % _BLOCK == 0:
             return {"weight": codes.view(n, k // 2), "absmax": absmax.float().view(n, k // _BLOCK)}
@@ -40,7 +40,7 @@ def _four(n: int, k: int, kind: str, nested: bool) -> Form:
         return {"weight": (values * absmax.float().repeat_interleave(_BLOCK)[:n * k]).view(n, k)}
 
     return Form(Table4(kind, _BLOCK) if k % _BLOCK == 0 else PLAIN, (
-        Given("weight", ("uint8",), ((n * k // 2, 1),)),
+        Given("weight", (storage,), ((n * k // 2 // getattr(torch, storage).itemsize, 1),)),
         Given("weight.absmax", ("uint8",) if nested else ("float32",), ((blocks,),)),
         Given("weight.quant_map", ("float32",), ((16,),)),
         Given("weight.nested_absmax", ("float32",), optional=not nested),
@@ -65,13 +65,14 @@ class _BitsAndBytes(Reader):
         self._eight = bool(config.get("load_in_8bit"))
         self._kind = setting(config, "bnb_4bit_quant_type", tuple(TABLES), "fp4")
         self._nested = bool(config.get("bnb_4bit_use_double_quant"))
-        setting(config, "bnb_4bit_quant_storage", ("uint8", "torch.uint8"), "uint8")
+        storage = str(config.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
+        self._storage: str = setting({"bnb_4bit_quant_storage": storage}, "bnb_4bit_quant_storage", ("uint8", *FLOATS))
         self._plain = ["lm_head"] if config.get("llm_int8_skip_modules") is None else config["llm_int8_skip_modules"]
 
     def form(self, module: str, n: int, k: int) -> Form | None:
         if outside_linears(module) or named(module, self._plain):
             return None
-        return _eight(n, k) if self._eight else _four(n, k, self._kind, self._nested)
+        return _eight(n, k) if self._eight else _four(n, k, self._kind, self._nested, self._storage)
 
 
 reader = _BitsAndBytes

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from penstock.core.errors import ModelError
 from penstock.quant.form import Form, Given, Reader
 from penstock.quant.gguf import GGUF
 
@@ -27,6 +28,8 @@ class _GGUF(Reader):
     arranged = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        if "kinds" not in config:
+            raise ModelError("quantization_config: quant_method is 'gguf' in a folder; name its .gguf file as the model")
         self._kinds: Mapping[str, str] = config["kinds"]
         self._permuted = config.get("permuted")
         self._norms_up = bool(config.get("norms_up"))
