@@ -214,8 +214,8 @@ def _gpt2(value: Values) -> dict[str, Any]:
 
 
 def _head_size(value: Values) -> int:
-    found: int = value("attention.key_length") or value("embedding_length") // value("attention.head_count")
-    return found
+    found = value("attention.key_length") or (value("embedding_length") or 0) // (value("attention.head_count") or 1)
+    return int(found)
 
 
 _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
@@ -243,6 +243,14 @@ ARCHITECTURES = {
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}),
     "olmo2": Architecture("Olmo2ForCausalLM", {**_LLAMA, **_SANDWICH}),
     "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),
+    "gemma": Architecture("GemmaForCausalLM", norms_up=True),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={
+        "attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"}),
+    "glm4": Architecture("Glm4ForCausalLM", {
+        **_LLAMA, "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm"}),
+    "command-r": Architecture("CohereForCausalLM", keys={
+        "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}),
     "gpt2": Architecture("GPT2LMHeadModel", {
         "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc",
         "ffn_down": "mlp.c_proj"}, {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"},
@@ -306,6 +314,9 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
     for key, name in {**COMMON, **arch.keys}.items():
         if value(key) is not None:
             config[name] = value(key)
+    rotated, size = value("rope.dimension_count"), _head_size(value)
+    config = {"head_dim": size, **config}
+    config |= {"partial_rotary_factor": rotated / size} if rotated and rotated != size else {}
     config |= _rotation(value, tensors)
     config |= arch.more(value)
     kinds, vectors = {}, False
