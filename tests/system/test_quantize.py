@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from penstock import canary
 from penstock.cli.main import main
-from penstock.models import configured
+from penstock.models import configured, describe
+from penstock.models.quantized import projections
 from penstock.text import Tokenizer
 from penstock.worker.calibration import Moments
 from tests.models.test_at_load import plain  # noqa: F401 (a fixture)
@@ -125,3 +126,19 @@ def test_what_cannot_be_written_is_refused(plain: Path, tmp_path: Path,  # noqa:
     (tmp_path / "full" / "file").touch()
     assert main(["quantize", str(plain), str(tmp_path / "full"), "--scheme", "fp8"]) == 1
     assert "is not empty; name a new folder" in capsys.readouterr().err
+
+
+def test_every_module_of_a_checkpoint_has_its_projection() -> None:
+    """Calibration asks for the inputs of matrices by the files' names: joined ones (Phi 3), shared experts and low ranks."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    phi = {**sizes, "architectures": ["Phi3ForCausalLM"]}
+    found = projections(describe(phi), phi)
+    assert found["model.layers.1.mlp.gate_up_proj"] == "blocks.1.mlp.gate_up"
+    assert found["model.layers.1.self_attn.qkv_proj"] == "blocks.1.attention.qkv"
+    deep = {**sizes, "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "moe_intermediate_size": 128,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+            "n_shared_experts": 1}
+    found = projections(describe(deep), deep)
+    assert found["model.layers.1.mlp.shared_experts.up_proj"] == "blocks.1.mlp.shared.gate_up"
+    assert found["model.layers.1.self_attn.q_b_proj"] == "blocks.1.attention.q_b"

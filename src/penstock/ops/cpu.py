@@ -1,6 +1,6 @@
 """The operations on CPUs: thin wrappers of the C++ kernels in ops/csrc, one set per instruction set.
 
-The environment variable PENSTOCK_CPU_ISA (avx512, avx2, portable) restricts the choice to one of them. The references'
+The environment variable PENSTOCK_CPU_ISA (amx, avx512, avx2, portable) restricts the choice to one of them. The references'
 docstrings are the contracts. Every layer of every step calls these wrappers, so they check little and allocate once."""
 
 import os
