@@ -4,6 +4,7 @@ files, and what is refused."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.canary.suite import SKILLS
+from penstock.checkpoint.gguf import config_of, read
 from penstock.checkpoint.hub import resolve_folder
 from penstock.cli.info import survey
 from penstock.config.schema import EngineOptions
@@ -155,6 +157,16 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ModelError, match=said):
             resolve_folder(str(path))
+
+
+def test_metadata_of_other_types_is_refused() -> None:
+    """Heads by layer, and texts for numbers, as a ModelError that names the keys."""
+    for name, key, given in (("qwen2", "attention.head_count", [4, 2]), ("llama", "rope.dimension_count", "x"),
+                             ("phi3", "embedding_length", [32, 64]), ("qwen3", "attention.key_length", "x")):
+        file = read(ASSETS / f"{name}.gguf")
+        assert f"{name}.{key}" in file.metadata
+        with pytest.raises(ModelError, match=rf"the metadata .*{key}.* is \[.*possible is one whole number each"):
+            config_of([replace(file, metadata={**file.metadata, f"{name}.{key}": given})])
 
 
 def test_other_architectures_and_vocabularies_are_refused(tmp_path: Path) -> None:

@@ -214,8 +214,11 @@ def _gpt2(value: Values) -> dict[str, Any]:
 
 
 def _head_size(value: Values) -> int:
-    found = value("attention.key_length") or (value("embedding_length") or 0) // (value("attention.head_count") or 1)
-    return int(found)
+    keys = "attention.key_length", "embedding_length", "attention.head_count", "rope.dimension_count"
+    given: list[int] = [value(key) or 0 for key in keys]
+    if not all(isinstance(one, int) for one in given):
+        raise ModelError(f"the metadata {', '.join(keys)} is {given}; possible is one whole number each, for all layers")
+    return given[0] or given[1] // (given[2] or 1)
 
 
 _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
@@ -246,9 +249,8 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaForCausalLM", norms_up=True),
     "starcoder2": Architecture("Starcoder2ForCausalLM", {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={
         "attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"}),
-    "glm4": Architecture("Glm4ForCausalLM", {
-        **_LLAMA, "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm"}),
+    "glm4": Architecture("Glm4ForCausalLM", {**_LLAMA, "ffn_up": "mlp.gate_up_proj", "post_attention_norm":
+        "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
     "command-r": Architecture("CohereForCausalLM", keys={
         "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}),
     "gpt2": Architecture("GPT2LMHeadModel", {
@@ -314,9 +316,9 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
     for key, name in {**COMMON, **arch.keys}.items():
         if value(key) is not None:
             config[name] = value(key)
-    rotated, size = value("rope.dimension_count"), _head_size(value)
-    config = {"head_dim": size, **config}
-    config |= {"partial_rotary_factor": rotated / size} if rotated and rotated != size else {}
+    size, rotated = _head_size(value), value("rope.dimension_count")
+    part = {"partial_rotary_factor": rotated / size} if size and rotated and rotated != size else {}
+    config = {"head_dim": size, **part, **config}
     config |= _rotation(value, tensors)
     config |= arch.more(value)
     kinds, vectors = {}, False

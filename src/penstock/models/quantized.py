@@ -170,8 +170,8 @@ def projections(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
     """The paths of the projections that modules of a checkpoint are part of."""
     rules, found = family_of(config)[1].RULES, dict[str, str]()
     for parameter in spec.parameters():
-        for one in (parameter, *parameter.pieces):
-            name = usual(rules, one.name)
+        for one in (parameter.name, *(piece.name for piece in parameter.pieces)):
+            name = usual(rules, one)
             if parameter.scheme is not None and name is not None:
                 found[name.removesuffix(".weight")] = parameter.stem
     return found

@@ -201,7 +201,7 @@ class Translated(Checkpoint):
 
     def _leave_out_zeros(self, rules: Sequence[Rule]) -> None:
         """Leaves out biases of zeros beside matrices that have none in the family: GPTQ's older programs write one for each."""
-        known = {one.name for parameter in self._spec.parameters() for one in (parameter, *parameter.pieces)}
+        known = {name for one in self._spec.parameters() for name in (one.name, *(piece.name for piece in one.pieces))}
         found = [name for name in (f"{module}.bias" for module in self._modules) if name in self.tensors
                  and not any(rule.match(asked) in known for asked in (name, f"model.{name}") for rule in rules)]
         if found:

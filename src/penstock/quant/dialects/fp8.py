@@ -11,8 +11,7 @@ from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, na
 from penstock.quant.fp8 import FP8
 
 METHODS = ("fp8", "fbgemm_fp8")
-_KEPT = ("indexer.weights_proj", "eh_proj")
-"""DeepSeek's modules that stay plain, though no list of its configs says so."""
+_KEPT = ("indexer.weights_proj", "eh_proj")  # plain in DeepSeek's files, though no list of the config says so
 
 
 def by_rows(n: int, k: int, activation: Activation) -> Form:
