@@ -69,7 +69,8 @@ class Loop:
                 return None
             time.sleep(_WATCH_SECONDS)
         while self.rank.together and not self._inbox.poll(_IDLE_MS):
-            if self.rank.called:
+            # A step that waits for its masks goes on with sums of this engine's ranks, which may not be in others' steps then.
+            if self.rank.called and not (self._flying and self._flying[-1].waits):
                 try:
                     self.rank.follow()
                 except RuntimeError:
