@@ -24,7 +24,8 @@ class Lockstep:
         self.group, self.tensors = group, tensors
         self._own = slice(first := agreeing.rank // tensors * tensors, first + tensors)
         self.awaits = False
-        """Whether the round is agreed on with a plan of this engine that has not come to this rank yet."""
+        """Whether the round is agreed on with a plan or message of this engine that has not come to this rank yet, or is to be
+        begun by this rank."""
         self.most = 0
         """The most tokens that any rank has in this round."""
         self.decodes = False
@@ -50,14 +51,15 @@ class Lockstep:
 
     def begin(self, tokens: int, decodes: bool) -> bool:
         """Begins a round of so many tokens here; sets `most`. Returns whether on all ranks the tokens are one of each segment,
-        which is so with no tokens. Waits for the other ranks' hosts."""
+        which is so with no tokens. Waits for the other ranks' hosts. Tokens of -1: none, but a message has come at which the
+        ranks of this engine wait for each other."""
         if self.awaits:
             self.awaits = False
             return self.decodes
         if tokens:
             self._called[:] = (self._ended + 1).to_bytes(_BYTES, "little")
         sizes = self._agreeing.gather(torch.tensor([tokens, decodes], dtype=torch.int64))
-        self.most = int(sizes[:, 0].max())
+        self.most = max(0, int(sizes[:, 0].max()))
         self.awaits = not tokens and bool(sizes[self._own, 0].any())
         if not self.most:
             self._ended += 1

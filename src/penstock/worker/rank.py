@@ -283,6 +283,8 @@ class Rank:
     def add_adapter(self, folder: str) -> str:
         """Reads an adapter into host memory. Returns its digest. ModelError if it does not fit the model."""
         assert self._adapters is not None
+        if self._mesh.data is not None:
+            self.worker.follow(meets=True)
         name, found = self._adapters.read(Path(folder))
         self.worker.adapters.host[name] = found
         if self.worker.graphs is not None and found.ends & {adapters.APART, adapters.EMBEDDING}:

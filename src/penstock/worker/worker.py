@@ -367,12 +367,12 @@ class Worker:
         launched.told, launched.chances = told, chances
         return launched
 
-    def follow(self) -> None:
-        """Takes part in a step of other engines, of which this one has no token."""
+    def follow(self, meets: bool = False) -> None:
+        """Takes part in a step of other engines, of which this one has no token. `meets`: its ranks wait for each other then."""
         lockstep = self.model.lockstep
         assert lockstep is not None
         with torch.inference_mode(), self._on_stream:
-            lockstep.begin(0, True)
+            lockstep.begin(-meets, True)
             if lockstep.most and not lockstep.awaits:
                 self.model.follow()
 

@@ -87,3 +87,18 @@ def test_a_rank_without_its_plan_waits_for_it_once_another_of_its_engine_has_beg
         assert [(one.most, one.awaits) for one in sides] == [(2, False)] * 4
         begin(0, 0, 0, 0)
         assert [(one.most, one.active) for one in sides] == [(0, False)] * 4
+
+
+def test_a_message_to_an_engines_ranks_ends_no_round_of_others(tmp_path: Path) -> None:
+    """Rank 0 has a message at which the ranks of its engine wait for each other, rank 1 not yet; ranks 2 and 3 have tokens."""
+    agreed = Shared(4)
+    sides = [Lockstep(Threads(rank, Shared(4)), Threads(rank, agreed), str(tmp_path / "wave"), 2) for rank in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for tokens, most in (((-1, 0, 3, 3), 3), ((-1, 0, 0, 0), 0), ((-1, -1, -1, -1), 0)):
+            list(pool.map(lambda side, count: side.begin(count, True), sides, tokens))
+            assert [(one.most, one.awaits) for one in sides] == [(most, not count and side < 2)
+                                                                 for side, count in enumerate(tokens)]
+            if sides[1].awaits:
+                sides[1].begin(-1, True)
+            assert sides[1].most == most and not sides[1].awaits
+    assert not any(side.active for side in sides)
