@@ -96,6 +96,7 @@ def test_memory_decides_by_itself() -> None:
     ({"offload_weights": "2"}, "a share of the layers above 0"), ({"offload_weights": "some"}, "possible are auto"),
     ({"offload_folder": "/tmp"}, "offload_folder needs offload_weights"),
     ({"offload_weights": "0.5", "speculate": "layer_skip"}, "not possible with speculate layer_skip"),
+    ({"offload_weights": "0.5", "speculative_config": {"method": "layer_skip"}}, "not possible with speculate layer_skip"),
     ({"offload_weights": "0.5", "experts_on_device": "4"}, "not possible with experts_on_device"),
     ({"offload_weights": "0.5", "enable_expert_parallel": True, "data_parallel_size": 2}, "data_parallel_size with")])
 def test_options_that_cannot_be(given: dict[str, Any], message: str) -> None:

@@ -17,12 +17,14 @@ import pytest
 
 from penstock import LLM, LoRARequest
 from penstock.config.resolve import replicas
-from penstock.config.schema import EngineOptions, checked
+from penstock.config.schema import EngineOptions, checked, place
 from penstock.core.errors import ConfigError
 from penstock.core.request import EngineStats, Request, TierStats
 from penstock.core.sampling import SamplingParams
 from penstock.engine.async_llm import AsyncLLM
+from penstock.engine.engine import Engine
 from penstock.engine.replicas import Balancer, together
+from penstock.worker.rank import Rank
 from tests.models.families import CASES, make
 from tests.system.adapters import made
 from tests.system.served import served
@@ -154,6 +156,14 @@ def test_engines_that_share_experts_have_adapters(tmp_path: Path) -> None:
 def test_attention_by_data_is_refused_with_other_axes(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="attention is by data"):
         checked(EngineOptions(data_parallel_size=2, enable_expert_parallel=True, **other))
+
+
+def test_drafts_by_layers_that_share_experts_are_refused() -> None:
+    """Other engines take part in whole steps, not in some layers."""
+    asked = EngineOptions(model=str(Path(__file__).parents[1] / "assets" / "canary-moe"), device="cpu", speculate="layer_skip",
+                          data_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="speculate layer_skip is not possible"):
+        Engine(asked, rank=Rank(asked, place(asked)))
 
 
 def test_statistics_together() -> None:

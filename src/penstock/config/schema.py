@@ -414,7 +414,7 @@ def _check_offload(options: EngineOptions) -> None:
         fits = False
     if not fits:
         raise ConfigError(f"offload_weights is {asked!r}; possible are auto and a share of the layers above 0, at most 1")
-    for name, given in (("speculate layer_skip", options.speculate == "layer_skip"),
+    for name, given in (("speculate layer_skip", "layer_skip" in (options.speculate, options.speculative_config.get("method"))),
                         ("experts_on_device", options.experts_on_device is not None), ("enable_eplb", options.enable_eplb),
                         ("data_parallel_size with enable_expert_parallel",
                          options.enable_expert_parallel and options.data_parallel_size > 1)):

@@ -131,10 +131,11 @@ class Rank:
             self._options.load_format == "dummy")
         if self._draft is not None and self._place.stages > 1:
             drafters.check_stages(self._draft)
-        if self._draft is not None and self._draft.head is not None and max(self._place.datas, self._place.contexts) > 1:
+        divided = max(self._place.datas, self._place.contexts) > 1
+        if divided and self._draft is not None and (self._draft.head is not None or self._draft.asked.method == "layer_skip"):
             raise ConfigError(f"speculate {self._draft.asked.method} is not possible with context_parallel_size, nor where "
-                              "replicas share experts (enable_expert_parallel with data_parallel_size); use ngram, or leave "
-                              "one out")
+                              "replicas share experts (enable_expert_parallel with data_parallel_size); use ngram or a draft "
+                              "model, or leave one out")
         memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy, self._kernels)
 
     @property
