@@ -130,7 +130,8 @@ def test_tokens_of_long_prompts_go_to_the_engines_of_their_experts(tmp_path: Pat
     assert asyncio.run(_answers(several, prompts)) == [wanted[0], *wanted, wanted[-1]]
 
 
-def test_engines_that_share_experts_have_adapters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensors", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_engines_that_share_experts_have_adapters(tensors: int, tmp_path: Path) -> None:
     """Of all but the experts."""
     case, folder = next(case for case in CASES if case.kind == "Qwen3Moe"), tmp_path / "model"
     folder.mkdir()
@@ -146,7 +147,8 @@ def test_engines_that_share_experts_have_adapters(tmp_path: Path) -> None:
         bare, wanted = ([list(found.outputs[0].token_ids) for found in llm.generate(
             asked, GREEDY, use_tqdm=False, lora_request=adapters)] for adapters in (None, named))
     assert [one == other for one, other in zip(bare, wanted, strict=True)] == [False, True, True, False]
-    several = dataclasses.replace(options, data_parallel_size=2, enable_expert_parallel=True, lora_modules=[f"mine={mine}"])
+    several = dataclasses.replace(options, data_parallel_size=2, tensor_parallel_size=tensors, enable_expert_parallel=True,
+                                  lora_modules=[f"mine={mine}"])
     assert asyncio.run(_answers(several, prompts)) == [wanted[0], *wanted, wanted[-1]]
     with pytest.raises(ConfigError, match="adapters of experts are not possible"):
         asyncio.run(_answers(dataclasses.replace(several, lora_modules=[f"experts={experts}"]), prompts))

@@ -284,7 +284,7 @@ class Rank:
     def add_adapter(self, folder: str) -> str:
         """Reads an adapter into host memory. Returns its digest. ModelError if it does not fit the model."""
         assert self._adapters is not None
-        if self._mesh.data is not None:
+        if self._mesh.data is not None and self._place.tensors > 1:
             self.worker.follow(meets=True)
         name, found = self._adapters.read(Path(folder))
         self.worker.adapters.host[name] = found
