@@ -368,7 +368,7 @@ class Worker:
         return launched
 
     def follow(self, meets: bool = False) -> None:
-        """Takes part in a step of other engines, of which this one has no token. `meets`: its ranks wait for each other then."""
+        """Takes part in a step of other engines, without a token. `meets`: its ranks wait for each other then."""
         lockstep = self.model.lockstep
         assert lockstep is not None
         with torch.inference_mode(), self._on_stream:
