@@ -369,6 +369,5 @@ POLICIES: dict[str, Callable[[CacheLayout], Policy]] = {
     "adaptive": lambda layout: Adaptive(layout.page, layout.slabs * max(group.per_slab for group in layout.groups)),
     "cost": CostAware,
     "lru": lambda _layout: Policy(),
-    "tail": lambda layout: TailFirst(layout.page),
-}
+    "tail": lambda layout: TailFirst(layout.page)}
 """The policies, by the option's value."""

@@ -115,8 +115,7 @@ TOOLS = (
         ("Switch the light in the {room} {on}.", "Turn {on} the light in the {room}."), "lamps", _number(1, 9),
         "{result} lamps in the {room} are {on}."),
     Tool("define_word", "Meaning of a word", {"word": WORD}, ("What does the word {word} mean?", "Define {word}."), "meaning",
-         _words, "It means: {result}"),
-)
+         _words, "It means: {result}"))
 
 _SYLLABLES = listed("ba ko mi ra tu lo ve si na pe du fi go ha ki mo")
 
@@ -167,8 +166,7 @@ def answer(rng: Random, span: float) -> Item:
         {"role": "user", "content": question},
         {"role": "assistant", "content": "", "tool_calls": [
             {"id": "call_1", "type": "function", "function": {"name": tool.name, "arguments": json.dumps(values)}}]},
-        {"role": "tool", "tool_call_id": "call_1", "content": content},
-    ]
+        {"role": "tool", "tool_call_id": "call_1", "content": content}]
     said = tool.says.format(result=result, **{k: v for k, v in _spoken(values).items() if k != "result"})
     return Item("tool-answer", f"{question} {content}", messages, said, "holds", str(result),
                 tools=[each.schema() for each in offered])

@@ -201,8 +201,7 @@ _LANGUAGES = {
     "Spanish": listed("uno dos tres cuatro cinco seis siete ocho nueve diez rojo azul verde blanco negro amarillo perro "
                       "gato caballo pajaro casa arbol agua pan sol luna noche dia libro amigo"),
     "German": listed("eins zwei drei vier fuenf sechs sieben acht neun zehn rot blau gruen weiss schwarz gelb Hund Katze "
-                     "Pferd Vogel Haus Baum Wasser Brot Sonne Mond Nacht Tag Buch Freund"),
-}
+                     "Pferd Vogel Haus Baum Wasser Brot Sonne Mond Nacht Tag Buch Freund")}
 
 _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
     "plain": (("", "Be brief."), lambda text: text),
@@ -211,8 +210,7 @@ _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[str], str]]] = {
     "json": (('Answer as JSON with the key "answer".',), lambda text: json.dumps({"answer": text})),
     "sir": (("Call the user Sir at the end of every answer.", 'End every answer with "Sir".'), lambda text: f"{text}, Sir"),
     "stars": (("Put a star before and after every answer.",), lambda text: f"* {text} *"),
-    "twice": (("Say everything twice.",), lambda text: f"{text} {text}"),
-}
+    "twice": (("Say everything twice.",), lambda text: f"{text} {text}")}
 
 
 def system(rng: Random, span: float) -> Item:
@@ -243,8 +241,7 @@ _FACTS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "job": ("I am a {}.", "What is my job?", "You are a {}.", tuple(JOBS)),
     "friend": ("My best friend is {}.", "Who is my best friend?", "Your best friend is {}.", tuple(NAMES)),
     "code": ("My code is {}.", "What is my code?", "Your code is {}.", ()),
-    "word": ("The secret word is {}.", "What is the secret word?", "The secret word is {}.", tuple(WORDS)),
-}
+    "word": ("The secret word is {}.", "What is the secret word?", "The secret word is {}.", tuple(WORDS))}
 _NOTED = ("Good to know.", "I will remember that.", "Noted.")
 
 
@@ -277,8 +274,7 @@ def extract(rng: Random, span: float) -> Item:
     pool: dict[str, Callable[[], Any]] = {
         "age": lambda: rng.randint(18, 90), "city": lambda: rng.choice(CITIES), "job": lambda: rng.choice(JOBS),
         "pet": lambda: rng.choice(PETS), "phone": lambda: f"555-{rng.randint(1000, 9999)}", "room": lambda: rng.randint(1, 400),
-        "colour": lambda: rng.choice(COLOURS), "email": lambda: f"{rng.choice(WORDS)}@{rng.choice(WORDS)}.org",
-    }
+        "colour": lambda: rng.choice(COLOURS), "email": lambda: f"{rng.choice(WORDS)}@{rng.choice(WORDS)}.org"}
     sentences = {"age": "{n} is {} years old.", "city": "{n} lives in {}.", "job": "{n} works as a {}.", "pet": "{n} has a {}.",
                  "phone": "Call {n} at {}.", "room": "{n} stays in room {}.", "colour": "{n} wears {}.",
                  "email": "Write to {n} at {}."}

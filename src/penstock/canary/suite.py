@@ -16,8 +16,7 @@ SKILLS: dict[str, skills.Generator] = {
     "repeat": skills.repeat, "reverse": skills.reverse, "retrieve": skills.retrieve, "retrieve-4k": skills.retrieve_long,
     "add": skills.add, "compare": skills.compare, "count": skills.count, "sort": skills.sort, "system": skills.system,
     "recall": skills.recall, "json": skills.extract, "tool-call": calling.call, "tool-answer": calling.answer,
-    "think": skills.think, "stop": skills.stop,
-}
+    "think": skills.think, "stop": skills.stop}
 
 ALL: dict[str, skills.Generator] = {**SKILLS, "edge": skills.edge}
 """The skills, and what one member alone was trained for: asked for only by name."""

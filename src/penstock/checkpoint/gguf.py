@@ -256,8 +256,7 @@ ARCHITECTURES = {
     "gpt2": Architecture("GPT2LMHeadModel", {
         "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc",
         "ffn_down": "mlp.c_proj"}, {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"},
-        "h", more=_gpt2),
-}
+        "h", more=_gpt2)}
 
 COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
           "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",

@@ -46,8 +46,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "deepseek-llm": ("[\r\n]", rf"\s?[{_LATIN_TO_COPTIC}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+",
                      r"\p{N}+"),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
-}
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")}
 """Expressions that cut a text before merges, one after another, by `tokenizer.ggml.pre`: models' own, by llama.cpp's names."""
 
 _WHOLE_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",

@@ -74,8 +74,7 @@ COMMANDS = {
     "/system": "show the system prompt, or set it: /system You are terse.",
     "/stats": "switch the line of figures after each answer on or off",
     "/quit": "leave (so does Ctrl-D)",
-    QUOTES: "begins and ends a text of several lines; a backslash at a line's end goes on in the next one, too",
-}
+    QUOTES: "begins and ends a text of several lines; a backslash at a line's end goes on in the next one, too"}
 
 
 _sampling = partial(option, None, group="Sampling")

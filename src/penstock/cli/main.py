@@ -35,8 +35,7 @@ COMMANDS = {
     "cache": "list, measure, clean and check a folder of cached pages",
     "keys": "make, list and revoke API keys",
     "completion": "print a script that completes commands and flags in a shell",
-    "version": "print the version",
-}
+    "version": "print the version"}
 
 HOME = {"show": "info", "train-draft": "train_draft", **dict.fromkeys(("pull", "run", "ls", "rm", "ps", "stop"), "models")}
 """The modules of commands that have none of their own name."""

@@ -145,8 +145,7 @@ def memory_plan(info: "EngineInfo") -> str:
         f"  KV cache         {size(info.kv_bytes):>10}   {info.kv_tokens:,} tokens in pages of {info.page_size}",
         f"  context          {info.max_model_len:>10,}   tokens, prompt and output; {info.max_num_seqs} sequences at once",
         *([f"  kernels          {info.compiled:>10}   compiled in {info.compile_seconds:.1f} s"] if info.compiled else []),
-        *(f"  note: {note}" for note in info.notes),
-    ])
+        *(f"  note: {note}" for note in info.notes)])
 
 
 def size(count: float) -> str:

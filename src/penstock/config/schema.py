@@ -292,8 +292,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "response_role": ("assistant",),
     "quantization": (None,),
     "runner": ("auto", "generate", "pooling"),
-    "tokenizer_mode": ("auto",),
-}
+    "tokenizer_mode": ("auto",)}
 """Keywords and flags of vLLM's that are no options here, with the values that ask for what is done anyway."""
 
 

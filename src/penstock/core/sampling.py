@@ -244,8 +244,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             ("allowed_token_ids", self.allowed_token_ids or []),
             ("stop_token_ids", self.stop_token_ids or []), ("logprob_token_ids", self.logprob_token_ids or []),
             ("reasoning_end_ids", self.reasoning_end_ids or []), ("reasoning_start_ids", self.reasoning_start_ids or []),
-            ("bad_words", [t for word in self.bad_words_token_ids or [] for t in word]),
-        ]
+            ("bad_words", [t for word in self.bad_words_token_ids or [] for t in word])]
         for param, ids in named:
             for token in ids:
                 if not 0 <= token < vocab_size:

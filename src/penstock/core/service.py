@@ -37,8 +37,7 @@ BUILT_IN = {
     NONE: Service(weight=10.0),
     "interactive": Service(ttft=2.0, tpot=0.05, weight=20.0, queue=512),
     DEFAULT: Service(ttft=30.0, tpot=0.2, weight=10.0, queue=1024),
-    "batch": Service(tpot=math.inf, preemptible=True, queue=1 << 16),
-}
+    "batch": Service(tpot=math.inf, preemptible=True, queue=1 << 16)}
 
 
 def read(path: str | None) -> dict[str, Service]:

@@ -265,5 +265,4 @@ DIALECTS = {dialect.name: dialect for dialect in (
             Written('<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">{arguments}'
                     "</steptml:invoke><｜tool_call_end｜>", "<｜tool_calls_begin｜>", "", "<｜tool_calls_end｜>",
                     '<steptml:parameter name="{key}">{value}</steptml:parameter>'),
-            THINK_OPEN, reasoning_names=("step3",), signs=(("<｜tool_calls_begin｜>",),), rank=60),
-)}
+            THINK_OPEN, reasoning_names=("step3",), signs=(("<｜tool_calls_begin｜>",),), rank=60))}

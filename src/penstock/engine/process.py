@@ -65,8 +65,7 @@ class Start(msgspec.Struct, array_like=True):
 
 CALLS: dict[str, Any] = {
     "submit": Request, "abort": list[str], "reset_prefix_cache": None, "look": None, "start_profile": None, "stop_profile": str,
-    "load_adapter": str, "remove_adapter": str, "shutdown": None,
-}
+    "load_adapter": str, "remove_adapter": str, "shutdown": None}
 """Calls that the parent may make, with the type of their argument, if any: the engine's methods, and its end (status 0)."""
 
 

@@ -67,14 +67,12 @@ _PATTERNS: dict[str, str] = {
     "uri": _URI, "url": _URI, "uri-reference": _URI_REFERENCE, "iri": _IRI, "iri-reference": _IRI_REFERENCE,
     "uri-template": _TEMPLATE, "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
-    "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
-}
+    "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"}
 
 _SCHEMAS: dict[str, dict[str, Any]] = {
     "hostname": {"pattern": f"^{_HOSTNAME}$", "maxLength": 253},
     "int32": {"minimum": -2**31, "maximum": 2**31 - 1}, "int64": {"minimum": -2**63, "maximum": 2**63 - 1},
-    "float": {}, "double": {}, "password": {}, "binary": {}, "string": {},
-}
+    "float": {}, "double": {}, "password": {}, "binary": {}, "string": {}}
 _SCHEMAS |= {name: {"pattern": f"^(?:{pattern})$"} for name, pattern in _PATTERNS.items()}
 
 ENCODINGS = {"base64": {"pattern": f"^{_PATTERNS['byte']}$"}, "base16": {"pattern": f"^(?:{_HEX}{{2}})*$"},

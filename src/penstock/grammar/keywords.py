@@ -2,8 +2,7 @@
 
 ANNOTATIONS = frozenset({
     "title", "description", "default", "examples", "example", "$comment", "$schema", "$id", "id", "$anchor", "$defs",
-    "definitions", "$vocabulary", "deprecated", "readOnly", "writeOnly", "discriminator", "xml", "externalDocs",
-})
+    "definitions", "$vocabulary", "deprecated", "readOnly", "writeOnly", "discriminator", "xml", "externalDocs"})
 """Keywords that do not affect validity."""
 
 COUNTS = frozenset({"minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"})
@@ -19,8 +18,7 @@ REFUSED: dict[str, str] = {
     "contentMediaType": "the content of strings is not constrained; use an object instead of a string of JSON",
     "extends": "it is a keyword of draft 3; use allOf",
     "disallow": "it is a keyword of draft 3; use not",
-    "divisibleBy": "it is a keyword of draft 3; use multipleOf",
-}
+    "divisibleBy": "it is a keyword of draft 3; use multipleOf"}
 """Keywords that cannot be enforced, each with the advice for the user."""
 
 IN_PLACE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas", "dependencies")

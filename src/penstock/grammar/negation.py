@@ -141,8 +141,7 @@ _OPPOSITES: dict[str, Callable[[Any, Resolve, int], Schema | None]] = {
     "minimum": _bound("number", "exclusiveMaximum"), "maximum": _bound("number", "exclusiveMinimum"),
     "exclusiveMinimum": _bound("number", "maximum"), "exclusiveMaximum": _bound("number", "minimum"),
     "minLength": _bound("string", "maxLength", -1), "maxLength": _bound("string", "minLength", 1),
-    "minItems": _bound("array", "maxItems", -1), "maxItems": _bound("array", "minItems", 1),
-}
+    "minItems": _bound("array", "maxItems", -1), "maxItems": _bound("array", "minItems", 1)}
 
 
 def disjoint(a: Any, b: Any, resolve: Resolve, depth: int = 0) -> bool:

@@ -376,8 +376,7 @@ _REWRITES: dict[str, _Rewrite] = {
     "dependencies": _Walk.dependencies, "dependentRequired": _Walk.dependencies, "dependentSchemas": _Walk.dependencies,
     "propertyNames": _Walk.property_names, "properties": _Walk.properties, "pattern": _Walk.pattern,
     "patternProperties": _Walk.pattern_properties,
-    "unevaluatedProperties": _Walk.unevaluated, "unevaluatedItems": _Walk.unevaluated,
-}
+    "unevaluatedProperties": _Walk.unevaluated, "unevaluatedItems": _Walk.unevaluated}
 
 
 def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:

@@ -97,5 +97,4 @@ _FORMATS: dict[str, Any] = {
     "any_text": lambda _value, _place: _TEXT,
     "sequence": lambda value, place: Sequence(_elements(value, place)),
     "or": lambda value, place: Either(_elements(value, place)),
-    "tag": _tag, "triggered_tags": _triggered_tags, "tags_with_separator": _separated_tags,
-}
+    "tag": _tag, "triggered_tags": _triggered_tags, "tags_with_separator": _separated_tags}

@@ -11,8 +11,7 @@ from penstock.layers import rope as ropes
 
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu",
-}
+    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2", "quick_gelu": "quick_gelu"}
 """transformers' names of activations and ours (ops/activation.py)."""
 
 class Config:
@@ -181,6 +180,5 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], rope
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _llama3),
     "yarn": (("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
               "mscale_all_dim", "truncate"), _yarn),
-    "longrope": (("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"), _longrope),
-}
+    "longrope": (("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"), _longrope)}
 """By transformers' names: the keys that a scaling understands, and its reader of (the scaling's entry, the config, dim)."""

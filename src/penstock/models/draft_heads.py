@@ -103,8 +103,7 @@ _EAGLE_RULES = (
     Rule("mask_hidden", None),
     Rule("[model.]embed_tokens.weight", "embedding.weight"),
     Rule("[model.]norm.weight", "norm.weight"),
-    Rule("lm_head.weight", "head.weight"),
-)
+    Rule("lm_head.weight", "head.weight"))
 _EAGLE_1 = (*_EAGLE_RULES, Rule("[model.]fc.*", "entry.join.*"), *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)
 _EAGLE_3 = (
     *_EAGLE_RULES,
@@ -274,8 +273,7 @@ _LAYOUTS = (
              ("model.mtp_linear_proj.0.*", "entry.join.*"), ("model.norm.weight", "norm.weight"))),
     _Layout("mtp.fc.", "mtp.layers.0",
             (("mtp.pre_fc_norm_embedding.weight", "entry.embeds.weight"), ("mtp.fc.*", "entry.join.*"),
-             ("mtp.pre_fc_norm_hidden.weight", "entry.hidden.weight"), ("mtp.norm.weight", "norm.weight")), normed=True),
-)
+             ("mtp.pre_fc_norm_hidden.weight", "entry.hidden.weight"), ("mtp.norm.weight", "norm.weight")), normed=True))
 """DeepSeek V3 and GLM 4.5; MiMo; Ernie 4.5; Qwen3-Next."""
 
 

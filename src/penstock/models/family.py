@@ -22,8 +22,7 @@ __all__ = [
     "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "DenseSpec", "EmbeddingSpec", "Glu", "HeadSpec",
     "LatentAttentionSpec", "LayerNormSpec", "Like", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "NoScaling",
     "QueryKeyNorm", "RMSNormSpec", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat",
-    "interleaved", "parts", "rope", "rules", "transposed",
-]
+    "interleaved", "parts", "rope", "rules", "transposed"]
 
 
 @dataclass(frozen=True, eq=False)

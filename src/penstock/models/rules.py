@@ -118,16 +118,14 @@ EMBEDDING = (
     Rule("model.embed_tokens.weight", "embedding.weight"),
     Rule("model.norm.weight", "norm.weight"),
     Rule("lm_head.weight", "head.weight"),
-    Rule("score.weight", "head.weight"),
-)
+    Rule("score.weight", "head.weight"))
 """Embedding, last norm and head of a Llama-like model."""
 
 ATTENTION = (
     *Rule.named("model.layers.#.self_attn.", {
         "q_proj.*": "attention.q.*", "k_proj.*": "attention.k.*", "v_proj.*": "attention.v.*", "o_proj.*": "attention.o.*",
         "q_norm.weight": "attention.q_norm.weight", "k_norm.weight": "attention.k_norm.weight", "rotary_emb.inv_freq": None}),
-    Rule("model.rotary_emb.inv_freq", None),
-)
+    Rule("model.rotary_emb.inv_freq", None))
 
 LATENT_ATTENTION = Rule.named("model.layers.#.self_attn.", {
     "q_proj.*": "attention.q.*", "q_a_proj.*": "attention.q_a.*", "q_a_layernorm.weight": "attention.q_norm.weight",
@@ -148,8 +146,7 @@ LLAMA = (*EMBEDDING, *ATTENTION, *MLP, *PRE_NORMS)
 LAYER_NORM_LLAMA = (
     Rule("model.norm.*", "norm.*"),
     *Rule.named("model.layers.#.", {"input_layernorm.*": "attention.pre.*", "post_attention_layernorm.*": "mlp.pre.*"}),
-    *LLAMA,
-)
+    *LLAMA)
 """The names of Llama-like models with LayerNorms, which may have biases."""
 
 SANDWICH_NORMS = Rule.named("model.layers.#.", {"input_layernorm.weight": "attention.pre.weight",

@@ -13,8 +13,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}
 """By Penstock's names. gelu is exact; gelu_tanh is the approximation of Hendrycks and Gimpel 2016."""
 
 

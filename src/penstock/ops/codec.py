@@ -228,8 +228,7 @@ CODECS = {codec.name: codec for codec in (
     Codec("turbo4", Coding("uint8", "norm", 4, 0, "float16", NORMAL16, rotated=True), _FOUR),
     Codec("turbo3", Coding("uint8", "norm", 3, 0, "float16", NORMAL8, rotated=True), _THREE),
     _both("q8_0", Coding("int8", "peak", 8, 32, "float16", gguf=True)),
-    _both("q4_0", Coding("uint8", "signed", 4, 32, "float16", gguf=True)),
-)}
+    _both("q4_0", Coding("uint8", "signed", 4, 32, "float16", gguf=True)))}
 
 
 @cache

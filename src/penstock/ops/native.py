@@ -47,8 +47,7 @@ INSTRUCTION_SETS = (
     InstructionSet("amx", _AVX512.needs | {"amx_tile", "amx_int8"}, (*_AVX512.options, "-mamx-tile", "-mamx-int8"), 40),
     _AVX512,
     InstructionSet("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), 20),
-    InstructionSet("portable", frozenset(), (), 10),
-)
+    InstructionSet("portable", frozenset(), (), 10))
 
 
 class BuildError(Exception):
@@ -66,8 +65,7 @@ def _prototypes() -> dict[str, tuple[type | None, str]]:
         "penstock_layer_norm": (None, "ppppiiidii"), "penstock_rope_write": (None, "bddi"),
         "penstock_cache_write": (None, "bi"), "penstock_activation": (None, "pipiiiii"),
         "penstock_attention": (None, "bddii"), "penstock_experts": (None, "b"), "penstock_lora": (None, "bii"),
-        "penstock_mask": (None, "piipipi"),
-    }
+        "penstock_mask": (None, "piipipi")}
 
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double, "b": ctypes.c_char_p}

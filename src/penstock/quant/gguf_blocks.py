@@ -236,6 +236,5 @@ KINDS = {
     "iq1_s": Kind(19, 256, 50, _iq1_s), "iq4_nl": Kind(20, 32, 18, _iq4_nl), "iq3_s": Kind(21, 256, 110, _iq3_s),
     "iq2_s": Kind(22, 256, 82, _iq2_s), "iq4_xs": Kind(23, 256, 136, _iq4_xs), "iq1_m": Kind(29, 256, 56, _iq1_m),
     "tq1_0": Kind(34, 256, 54, _tq1_0), "tq2_0": Kind(35, 256, 66, _tq2_0), "mxfp4": Kind(39, 32, 17, _mxfp4),
-    "nvfp4": Kind(40, 64, 36, _nvfp4),
-}
+    "nvfp4": Kind(40, 64, 36, _nvfp4)}
 """Every type by its name in lower case."""

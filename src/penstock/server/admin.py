@@ -50,8 +50,7 @@ class Admin:
             Route("GET", "/metrics", self.metrics, "Figures in Prometheus' format", answer=str),
             Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, "Forget everything that is cached", answer=Done),
             Route("POST", "/start_profile", self.start_profile, "Record the ranks' steps (--torch-profiler-dir)", answer=Done),
-            Route("POST", "/stop_profile", self.stop_profile, "End that, and write one trace of all ranks", answer=Traces),
-        )
+            Route("POST", "/stop_profile", self.stop_profile, "End that, and write one trace of all ranks", answer=Traces))
 
     async def health(self, request: Request) -> Response:
         """200 while the engine answers; 503 with the reason while it loads, when it is stuck, and when it is dead."""

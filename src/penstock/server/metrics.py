@@ -24,8 +24,7 @@ TIER_GAUGES = (
     ("capacity_bytes", "Bytes that a cache tier can hold."),
     ("used_bytes", "Bytes that a cache tier holds."),
     ("cached_pages", "Pages that can be found in a cache tier."),
-    ("available", "Whether a cache tier can be used (1), or is off or left alone for a while (0)."),
-)
+    ("available", "Whether a cache tier can be used (1), or is off or left alone for a while (0)."))
 TIER_COUNTERS = (
     ("hit_tokens", "Prompt tokens found in a cache tier."),
     ("stored_pages", "Pages that became findable in a cache tier."),
@@ -33,8 +32,7 @@ TIER_COUNTERS = (
     ("bytes_in", "Bytes moved into a cache tier from another."),
     ("bytes_out", "Bytes moved out of a cache tier into another."),
     ("failures", "Pages of a cache tier that could not be read, and were recomputed."),
-    ("late_loads", "Loads from a cache tier that were given up because it did not answer in time."),
-)
+    ("late_loads", "Loads from a cache tier that were given up because it did not answer in time."))
 """Fields of `core/request.py::TierStats`, published as penstock:cache_FIELD by tier."""
 
 CONNECTIONS = {"accepted": "Connections taken in.", "evicted": "Idle connections closed because there were too many.",
@@ -76,8 +74,7 @@ class EngineCollector(Collector):
              stats.step_time_error),
             ("penstock:requests_live", "Requests that this frontend has open.", self.llm.live),
             ("penstock:engine_up", "1 while the engine is alive and not stuck.", 0 if self.llm.unhealthy() else 1),
-            ("penstock:engine_silence_seconds", "Time since the last message from the engine.", self.llm.silence),
-        ):
+            ("penstock:engine_silence_seconds", "Time since the last message from the engine.", self.llm.silence)):
             yield self._one(GaugeMetricFamily(name, doc, labels=LABELS), value)
 
     def _states(self) -> Iterator[Metric]:
@@ -137,8 +134,7 @@ class EngineCollector(Collector):
             ("penstock:grammar_seconds", "Time of compiling grammars, beside the steps.", stats.grammar_seconds),
             ("penstock:masked_tokens", "Tokens chosen under a mask.", stats.masks),
             ("penstock:mask_seconds", "Time in which masks were computed.", stats.mask_seconds),
-            ("penstock:forced_tokens", "Tokens that a grammar left no choice about.", stats.forced_tokens),
-        ):
+            ("penstock:forced_tokens", "Tokens that a grammar left no choice about.", stats.forced_tokens)):
             yield self._one(CounterMetricFamily(name, doc, labels=LABELS), value)
         yield self._by(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos",
                        "Drafted tokens that were kept, by place.", "position", enumerate(stats.accepted_by_place))
@@ -181,8 +177,7 @@ class EngineCollector(Collector):
             ("vllm:request_params_max_tokens", "The most tokens asked for.", figures.max_tokens),
             ("vllm:request_params_n", "Sequences asked for in one request.", figures.sequences),
             ("vllm:request_num_preemptions", "How often a sequence was preempted.", figures.preemptions),
-            ("vllm:iteration_tokens_total", "Tokens of a step: computed and generated ones.", figures.step_tokens),
-        )
+            ("vllm:iteration_tokens_total", "Tokens of a step: computed and generated ones.", figures.step_tokens))
         for name, doc, histogram in named:
             family = HistogramMetricFamily(name, doc, labels=LABELS)
             family.add_metric(self.values, histogram.cumulative(), histogram.total)

@@ -54,8 +54,7 @@ class ModelRoutes:
             Route("POST", "/sleep", self.sleep, "Give a model's memory back until /wake_up"),
             Route("POST", "/wake_up", self.wake_up, "Load a model that sleeps"),
             Route("GET", "/is_sleeping", self.is_sleeping, "Whether a model sleeps"),
-            Route("POST", "/update_weights_from_disk", self.update, "Switch to other weights while it runs", NewWeights),
-        )
+            Route("POST", "/update_weights_from_disk", self.update, "Switch to other weights while it runs", NewWeights))
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": self.state.fleet.describe()})

@@ -27,8 +27,7 @@ def environment() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         **_gpu(),
-        "packages": {name: _version(name) for name in PACKAGES},
-    }
+        "packages": {name: _version(name) for name in PACKAGES}}
 
 
 def _version(package: str) -> str | None:

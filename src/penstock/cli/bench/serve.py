@@ -254,8 +254,7 @@ def summary(records: list[Record], start: float, duration: float, percentiles: l
         "request_goodput": sum(r.meets(limits) for r in good) / duration if limits else None,
         "output_throughput": n_out / duration, "total_token_throughput": (n_in + n_out) / duration,
         "max_output_tokens_per_s": _busiest_second(good, start), "max_concurrent_requests": _most_at_once(good),
-        "first_error": next((r.error for r in records if r.error), None),
-    }
+        "first_error": next((r.error for r in records if r.error), None)}
     values = {"ttft": [r.ttft for r in good], "tpot": [t for r in good if (t := r.tpot) is not None],
               "itl": [gap for r in good for gap in r.itl], "e2el": [r.e2el for r in good]}
     refusals = [r.ended - r.sent for r in records if r.refused]

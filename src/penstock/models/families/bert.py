@@ -43,8 +43,7 @@ RULES = (
     Rule("classifier.out_proj.*", "head.*"),
     Rule("classifier.*", "head.*"),
     Rule("cls.**", None),
-    Rule("lm_head.**", None),
-)
+    Rule("lm_head.**", None))
 _NOMIC = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
           "n_inner": "intermediate_size", "layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta",
           "max_trained_positions": "max_position_embeddings"}
@@ -93,5 +92,4 @@ LIKE = (
          {**DEFAULTS, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": 8194},
          partial(spec, theta=20000.0), RULES, TASK),
     Like(("JinaBertModel", "JinaBertForMaskedLM"), ("jina_bert",), {**DEFAULTS, "position_embedding_type": "alibi"},
-         partial(spec, sloped=True, gated=True), RULES, TASK),
-)
+         partial(spec, sloped=True, gated=True), RULES, TASK))

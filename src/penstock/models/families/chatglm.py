@@ -15,13 +15,11 @@ RULES = (
         "post_attention_layernorm.weight": "mlp.pre.weight", "mlp.dense_h_to_4h.*": "mlp.gate_up.*",
         "mlp.dense_4h_to_h.*": "mlp.down.*"}),
     Rule("transformer.encoder.final_layernorm.weight", "norm.weight"),
-    Rule("transformer.output_layer.weight", "head.weight"),
-)
+    Rule("transformer.output_layer.weight", "head.weight"))
 GLM4 = (
     *Rule.named("model.layers.#.", {"mlp.gate_up_proj.*": "mlp.gate_up.*",
         "post_self_attn_layernorm.weight": "attention.post.weight", "post_mlp_layernorm.weight": "mlp.post.weight"}),
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 
 
 def spec(config: Config) -> ModelSpec:

@@ -67,5 +67,4 @@ LIKE = (
           "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
           "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}, spec, RULES),
     Like(("YoutuForCausalLM",), ("youtu",), {**_ALL, "max_position_embeddings": 131072, "tie_word_embeddings": True},
-         partial(spec, mlps=parts.gated_mlp), RULES),
-)
+         partial(spec, mlps=parts.gated_mlp), RULES))

@@ -66,5 +66,4 @@ LIKE = (
     Like(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),
          {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "head_dim": 256,
           "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, "hidden_size": 2304,
-          "intermediate_size": 9216, "num_hidden_layers": 26}, gemma3, rules.text_part(GEMMA2)),
-)
+          "intermediate_size": 9216, "num_hidden_layers": 26}, gemma3, rules.text_part(GEMMA2)))

@@ -14,8 +14,7 @@ def _rules(names: Mapping[str, str | tuple[str, Change] | None]) -> tuple[Rule, 
         Rule("[transformer.]wpe.weight", "positions.weight"),
         *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "ln_2.*": "mlp.pre.*", **names}),
         Rule("[transformer.]ln_f.*", "norm.*"),
-        Rule("lm_head.*", "head.*"),
-    )
+        Rule("lm_head.*", "head.*"))
 
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
@@ -87,5 +86,4 @@ LIKE = (
          partial(spec, joined=True), BIGCODE),
     Like(("GPTNeoForCausalLM",), ("gpt_neo",),
          {"activation_function": "gelu_new", "max_position_embeddings": 2048, "tie_word_embeddings": True}, neo, NEO),
-    Like(("GPTJForCausalLM",), ("gptj",), {"activation_function": "gelu_new", "n_positions": 2048}, j, J),
-)
+    Like(("GPTJForCausalLM",), ("gptj",), {"activation_function": "gelu_new", "n_positions": 2048}, j, J))

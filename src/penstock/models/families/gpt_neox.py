@@ -17,8 +17,7 @@ RULES = (
         "attention.rotary_emb.inv_freq": None}),
     Rule("[gpt_neox.]final_layer_norm.*", "norm.*"),
     Rule("embed_out.weight", "head.weight"),
-    Rule("lm_head.weight", "head.weight"),
-)
+    Rule("lm_head.weight", "head.weight"))
 
 
 def _rules(change: Change, **more: str) -> tuple[Rule, ...]:
@@ -29,8 +28,7 @@ def _rules(change: Change, **more: str) -> tuple[Rule, ...]:
         *Rule.named("[transformer.]h.#.", {**_NAMES, "self_attention.query_key_value.*": ("attention.qkv.*", change),
             "self_attention.dense.*": "attention.o.*", **{f"{name}.*": f"{target}.*" for name, target in more.items()}}),
         Rule("[transformer.]ln_f.*", "norm.*"),
-        Rule("lm_head.weight", "head.weight"),
-    )
+        Rule("lm_head.weight", "head.weight"))
 
 
 def spec(config: Config) -> ModelSpec:
@@ -81,5 +79,4 @@ LIKE = (
     Like(("BloomForCausalLM",), ("bloom",), {"tie_word_embeddings": True}, bloom, _rules(interleaved)),
     Like(("FalconForCausalLM", "RWForCausalLM"), ("falcon", "RefinedWeb", "RefinedWebModel"),
          {"activation": "gelu", "max_position_embeddings": 2048, "tie_word_embeddings": True}, falcon,
-         _rules(by_group, ln_attn="attention.pre", ln_mlp="mlp.pre")),
-)
+         _rules(by_group, ln_attn="attention.pre", ln_mlp="mlp.pre")))

@@ -29,8 +29,7 @@ RULES = (
         "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", _halves),
         "mlp.experts.gate_up_proj_bias": ("mlp.experts.gate_up.bias", _halves),
         "mlp.experts.down_proj": ("mlp.experts.down.weight", rules.stacked_transposed),
-        "mlp.experts.down_proj_bias": "mlp.experts.down.bias"}),
-)
+        "mlp.experts.down_proj_bias": "mlp.experts.down.bias"}))
 
 
 def _experts(config: Config) -> MixerSpec:

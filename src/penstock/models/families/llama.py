@@ -156,62 +156,52 @@ def smollm3(config: Config) -> ModelSpec:
 APERTUS = (
     *Rule.named("model.layers.#.", {"attention_layernorm.weight": "attention.pre.weight",
         "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", rules.flat)}),
-    *rules.EMBEDDING, *rules.ATTENTION, *rules.MLP,
-)
+    *rules.EMBEDDING, *rules.ATTENTION, *rules.MLP)
 BAICHUAN = (
     Rule("lm_head.weight", "head.weight", _normalised),
     Rule("model.layers.#.self_attn.W_pack.weight", "blocks.#.attention.qkv.weight"),
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 COHERE = (
     Rule("model.layers.#.self_attn.q_norm.weight", "blocks.#.attention.q_norm.weight", rules.flat),
     Rule("model.layers.#.self_attn.k_norm.weight", "blocks.#.attention.k_norm.weight", rules.flat),
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 HUNYUAN = (
     Rule("model.layers.#.self_attn.query_layernorm.weight", "blocks.#.attention.q_norm.weight"),
     Rule("model.layers.#.self_attn.key_layernorm.weight", "blocks.#.attention.k_norm.weight"),
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 INTERNLM = (
     *rules.LLAMA,
     Rule("model.tok_embeddings.weight", "embedding.weight"),
     Rule("output.weight", "head.weight"),
     *Rule.named("model.layers.#.", {"attention.wqkv.*": ("attention.qkv.*", rules.by_group), "attention.wo.*": "attention.o.*",
         "attention_norm.weight": "attention.pre.weight", "feed_forward.w1.*": "mlp.gate.*", "feed_forward.w3.*": "mlp.up.*",
-        "feed_forward.w2.*": "mlp.down.*", "ffn_norm.weight": "mlp.pre.weight"}),
-)
+        "feed_forward.w2.*": "mlp.down.*", "ffn_norm.weight": "mlp.pre.weight"}))
 PERSIMMON = (
     *Rule.named("model.layers.#.", {"self_attn.query_key_value.*": ("attention.qkv.*", rules.interleaved),
         "self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
         "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.dense_h_to_4h.*": "mlp.up.*",
         "mlp.dense_4h_to_h.*": "mlp.down.*"}),
     Rule("model.final_layernorm.*", "norm.*"),
-    *rules.LAYER_NORM_LLAMA,
-)
+    *rules.LAYER_NORM_LLAMA)
 PHI = (
     *Rule.named("model.layers.#.", {"self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
         "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.fc1.*": "mlp.up.*", "mlp.fc2.*": "mlp.down.*"}),
     Rule("model.final_layernorm.*", "norm.*"),
     Rule("lm_head.bias", "head.bias"),
-    *rules.LAYER_NORM_LLAMA,
-)
+    *rules.LAYER_NORM_LLAMA)
 PHI3 = (
     *rules.EMBEDDING,
     *rules.PRE_NORMS,
     *Rule.named("model.layers.#.", {"self_attn.qkv_proj.weight": "attention.qkv.weight",
         "self_attn.o_proj.weight": "attention.o.weight", "self_attn.rotary_emb.inv_freq": None,
-        "mlp.gate_up_proj.weight": "mlp.gate_up.weight", "mlp.down_proj.weight": "mlp.down.weight"}),
-)
+        "mlp.gate_up_proj.weight": "mlp.gate_up.weight", "mlp.down_proj.weight": "mlp.down.weight"}))
 STABLELM = (
     Rule("model.layers.#.self_attn.q_layernorm.norms.*.weight", "blocks.#.attention.q_norm.*.weight"),
     Rule("model.layers.#.self_attn.k_layernorm.norms.*.weight", "blocks.#.attention.k_norm.*.weight"),
-    *rules.LAYER_NORM_LLAMA,
-)
+    *rules.LAYER_NORM_LLAMA)
 STARCODER2 = (
     *Rule.named("model.layers.#.", {"mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}),
-    *rules.LAYER_NORM_LLAMA,
-)
+    *rules.LAYER_NORM_LLAMA)
 LIKE = (
     Like(("ApertusForCausalLM",), ("apertus",),
          {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
@@ -278,5 +268,4 @@ LIKE = (
          {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096, "num_key_value_heads": 2,
           "tie_word_embeddings": True},
          lambda config: spec(biased(config, True), norm=partial(parts.layer_norm, name="norm_epsilon"), mlp=parts.plain_mlp,
-                             windows=slides(width=0)), STARCODER2),
-)
+                             windows=slides(width=0)), STARCODER2))

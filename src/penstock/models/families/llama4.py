@@ -20,8 +20,7 @@ RULES = rules.text_part((
     *(Rule(f"model.layers.#.feed_forward.shared_expert.{name}_proj.*", f"blocks.#.mlp.shared.{name}.*")
       for name in ("gate", "up", "down")),
     *(Rule(f"model.layers.#.feed_forward.{name}_proj.*", f"blocks.#.mlp.{name}.*") for name in ("gate", "up", "down")),
-    *rules.LLAMA,
-))
+    *rules.LLAMA))
 
 
 def spec(config: Config) -> ModelSpec:

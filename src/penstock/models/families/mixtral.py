@@ -153,38 +153,33 @@ AFMOE = (
         "post_mlp_layernorm.weight": "mlp.post.weight", "mlp.router.gate.weight": "mlp.router.weight",
         "mlp.expert_bias": "mlp.correction"}),
     *rules.EXPERTS,
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 GRANITE = (
     *Rule.named("model.layers.#.", {"block_sparse_moe.router.[layer.]weight": "mlp.router.weight",
         "block_sparse_moe.input_linear.weight": ("mlp.experts.gate_up.weight", rules.stacked),
         "block_sparse_moe.output_linear.weight": ("mlp.experts.down.weight", rules.stacked),
         "shared_mlp.input_linear.weight": "mlp.shared.gate_up.weight",
         "shared_mlp.output_linear.weight": "mlp.shared.down.weight"}),
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 HUNYUAN = (
     *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", "shared_mlp.gate_proj.*": "mlp.shared.gate.*",
         "shared_mlp.up_proj.*": "mlp.shared.up.*", "shared_mlp.down_proj.*": "mlp.shared.down.*"}),
     *rules.EXPERTS,
-    *llama.HUNYUAN,
-)
+    *llama.HUNYUAN)
 HUNYUAN_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 ERNIE = (
     Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
     Rule("lm_head.bias", "head.bias"),
     Rule("model.mtp_**", None),
     *rules.EXPERTS,
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 PHI = (
     *rules.MIXTRAL_EXPERTS,
     Rule("model.layers.#.input_layernorm.bias", "blocks.#.attention.pre.bias"),
     Rule("model.layers.#.post_attention_layernorm.bias", "blocks.#.mlp.pre.bias"),
     Rule("model.norm.bias", "norm.bias"),
     Rule("lm_head.bias", "head.bias"),
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 GLM = {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
        "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
        "moe_intermediate_size": 1408, "attention_out_bias": False}
@@ -218,5 +213,4 @@ LIKE = (
           "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
           "moe_layer_start_index": 1, "moe_layer_end_index": -1}, ernie4_5, ERNIE),
     Like(("HunYuanMoEV1ForCausalLM",), ("hunyuan_v1_moe",), HUNYUAN_DEFAULTS, hunyuan, HUNYUAN),
-    Like(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("phimoe",), PHI_DEFAULTS, phi, PHI),
-)
+    Like(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("phimoe",), PHI_DEFAULTS, phi, PHI))

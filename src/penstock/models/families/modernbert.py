@@ -18,8 +18,7 @@ RULES = (
     Rule("head.dense.*", "head.dense.*"),
     Rule("head.norm.*", "head.norm.*"),
     Rule("classifier.*", "head.*"),
-    Rule("decoder.*", None),
-)
+    Rule("decoder.*", None))
 
 
 def spec(config: Config) -> ModelSpec:

@@ -10,8 +10,7 @@ RULES = (
         "attn.out_proj.weight": "attention.o.weight", "norm_2.weight": "mlp.pre.weight", "ffn.up_proj.weight": "mlp.up.weight",
         "ffn.down_proj.weight": "mlp.down.weight"}),
     Rule("[transformer.]norm_f.weight", "norm.weight"),
-    Rule("lm_head.weight", "head.weight"),
-)
+    Rule("lm_head.weight", "head.weight"))
 
 
 def spec(config: Config) -> ModelSpec:

@@ -14,8 +14,7 @@ RULES = (
     *rules.ATTENTION,
     *rules.MLP,
     Rule("model.layers.#.post_attention_layernorm.weight", "blocks.#.attention.post.weight"),
-    Rule("model.layers.#.post_feedforward_layernorm.weight", "blocks.#.mlp.post.weight"),
-)
+    Rule("model.layers.#.post_feedforward_layernorm.weight", "blocks.#.mlp.post.weight"))
 
 
 def spec(config: Config) -> ModelSpec:
@@ -53,5 +52,4 @@ LIKE = (
          lambda config: exaone4(config.renamed(num_shared_experts="n_shared_experts"), mlps=parts.dense_then_experts),
          (Rule("mtp.**", None), Rule("model.layers.#.mlp.e_score_correction_bias", "blocks.#.mlp.correction"), *rules.EXPERTS,
           *rules.LLAMA)),
-    Like(("Exaone4ForCausalLM",), ("exaone4",), {**DEFAULTS, "num_key_value_heads": 32}, exaone4, RULES),
-)
+    Like(("Exaone4ForCausalLM",), ("exaone4",), {**DEFAULTS, "num_key_value_heads": 32}, exaone4, RULES))

@@ -14,8 +14,7 @@ RULES = (
         "self_attn.k_proj.*": "attention.k.*", "self_attn.v_proj.*": "attention.v.*", "self_attn.out_proj.*": "attention.o.*",
         "final_layer_norm.*": "mlp.pre.*", "fc1.*": "mlp.up.*", "fc2.*": "mlp.down.*"}),
     Rule(_DECODER + "final_layer_norm.*", "norm.*"),
-    Rule("lm_head.weight", "head.weight"),
-)
+    Rule("lm_head.weight", "head.weight"))
 
 
 def spec(config: Config) -> ModelSpec:

@@ -67,8 +67,7 @@ NEXT = (
         "conv1d.weight": ("attention.conv.weight", flat), "A_log": "attention.decay", "dt_bias": "attention.step",
         "norm.weight": "attention.norm.weight", "out_proj.*": "attention.o.*"}),
     *rules.QWEN_EXPERTS,
-    *rules.LLAMA,
-)
+    *rules.LLAMA)
 LIKE = (
     Like(("Qwen3NextForCausalLM",), ("qwen3_next",),
          {**DEFAULTS, "head_dim": 256, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
@@ -83,5 +82,4 @@ LIKE = (
     Like(("Qwen3MoeForCausalLM",), ("qwen3_moe",),
          {**DEFAULTS, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
          partial(llama.spec, normed="before", windows=lambda config: config.windows(lambda _layer: True, _window(config)),
-                 mlps=parts.some_experts), (*rules.QWEN_EXPERTS, *rules.LLAMA)),
-)
+                 mlps=parts.some_experts), (*rules.QWEN_EXPERTS, *rules.LLAMA)))

@@ -43,8 +43,7 @@ SCHEMES: dict[str, Callable[[int], Scheme | None]] = {
     "int8": lambda _: Int8("token"), "int8_weights": lambda _: Int8(), "int4": _grouped(4), "int4_zeros": _grouped(4, "uint8"),
     "int3": _grouped(3), "int2": _grouped(2, "uint8"), "mxfp4": _blocks(MXFP4()), "mxfp8": _blocks(MXFP8()),
     "nvfp4": _blocks(NVFP4(divides=True)), "nf4": _blocks(Table4("nf4")), "fp4": _blocks(Table4("fp4")),
-    **{kind: _superblocks(kind) for kind in ENCODERS},
-}
+    **{kind: _superblocks(kind) for kind in ENCODERS}}
 """By the names of the option: the scheme for rows of k columns, or None where it has no whole blocks of them."""
 
 

@@ -58,8 +58,7 @@ class Anthropic:
                   (EVENTS,), answer=a.Answer),
             Route("POST", "/v1/messages/count_tokens", self.count, "Count the tokens of a conversation", a.CountRequest,
                   answer=a.Counted),
-            *self.batches.routes(),
-        )
+            *self.batches.routes())
 
     def error_body(self, error: RequestError) -> Any:
         kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
@@ -224,8 +223,7 @@ class MessageBatches:
             Route("DELETE", one, self.delete, "Delete a message batch that has ended"),
             Route("POST", one + "/cancel", self.cancel, "End a message batch"),
             Route("GET", one + "/results", self.results, "The results of a message batch, a JSON object a line",
-                  also=("application/x-jsonl",)),
-        )
+                  also=("application/x-jsonl",)))
 
     async def create(self, http: Request, body: BatchRequest) -> Response:
         """Begins a batch."""

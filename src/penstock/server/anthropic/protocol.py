@@ -13,8 +13,7 @@ WHY_REFUSED = {
     "context_management": "this server does not edit conversations",
     "inference_geo": "this server runs where it runs",
     "speed": "there is one speed",
-    "diagnostics": "this server's figures are at /metrics",
-}
+    "diagnostics": "this server's figures are at /metrics"}
 """Why a recognised field is refused, as the second half of a sentence."""
 
 

@@ -113,8 +113,7 @@ class Files(OpenAIForm):
             Route("GET", "/v1/files", self.list, "A page of the files"),
             Route("GET", one, self.get, "About a file"),
             Route("DELETE", one, self.delete, "Delete a file", answer=Deleted),
-            Route("GET", one + "/content", self.content, "A file's content", also=(BYTES,)),
-        )
+            Route("GET", one + "/content", self.content, "A file's content", also=(BYTES,)))
 
     async def upload(self, http: Request) -> Response:
         """Stores a file of at most --max-body-bytes, while all files have at most --store-bytes."""

@@ -312,8 +312,7 @@ class Batches(OpenAIForm):
             Route("POST", "/v1/batches", self.create, "Answer the lines of a file when there is room for them", BatchRequest),
             Route("GET", "/v1/batches", self.list, "A page of the batches"),
             Route("GET", one, self.get, "About a batch"),
-            Route("POST", one + "/cancel", self.cancel, "End a batch"),
-        )
+            Route("POST", one + "/cancel", self.cancel, "End a batch"))
 
     async def create(self, http: Request, body: BatchRequest) -> Response:
         """Begins a batch. Its lines are checked before any is asked."""

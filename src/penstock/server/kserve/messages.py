@@ -30,8 +30,7 @@ _MESSAGES = {
     "ModelInferResponse": "string model_name; string model_version; string id; %InferParameter parameters; "
                           "*ModelInferResponse.InferOutputTensor outputs; *bytes raw_output_contents",
     "ModelInferResponse.InferOutputTensor": _TENSOR,
-    "ModelStreamInferResponse": "string error_message; ModelInferResponse infer_response",
-}
+    "ModelStreamInferResponse": "string error_message; ModelInferResponse infer_response"}
 """Fields in the order of their numbers: * repeated, % a map from strings, | one of several."""
 
 METHODS = {"ServerLive": False, "ServerReady": False, "ModelReady": False, "ServerMetadata": False, "ModelMetadata": False,

@@ -134,8 +134,7 @@ class Ollama:
             Route("POST", "/api/show", self.show, "About a served name, in Ollama's form", o.ShowRequest),
             Route("GET", "/api/version", self.version, "The version of Ollama whose API this is"),
             *(Route(method, path, self.managed, "Refused: the served models are chosen at the server's start")
-              for path, method in MANAGED.items()),
-        )
+              for path, method in MANAGED.items()))
 
     def error_body(self, error: RequestError) -> Any:
         return {"error": error.message}

@@ -11,8 +11,7 @@ WHY_REFUSED = {
     "suffix": "insertion is not supported; write the prompt in the model's own fill-in-the-middle format",
     "images": "this server takes text only",
     "template": "a template is a program, and this server does not run those of its clients",
-    "context": "send the conversation to /api/chat; the prefix cache finds what was computed",
-}
+    "context": "send the conversation to /api/chat; the prefix cache finds what was computed"}
 """Why a recognised field is refused, as the second half of a sentence."""
 
 IDLE = {f"options.{name}" for name in (

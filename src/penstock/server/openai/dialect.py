@@ -39,8 +39,7 @@ class OpenAI(OpenAIForm):
                     answer=dict[str, str]) for prefix in ("", "/v1")),
             Route("GET", "/tokenizer_info", tokens.info, "The tokenizer's configuration, special tokens and chat template"),
             Route("GET", "/v1/models", self._models.list, "List the served names", answer=ModelList),
-            Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name", answer=Model),
-        )
+            Route("GET", "/v1/models/{model:path}", self._models.one, "Describe one served name", answer=Model))
 
     async def chat_batch(self, http: Request, body: p.ChatBatchRequest) -> Response:
         return await chat.answer(self.state, http, *body.conversations())

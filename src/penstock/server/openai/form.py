@@ -100,6 +100,5 @@ IGNORED: dict[str, str] = {
     "caching": "LiteLLM: its own cache", "cache": "LiteLLM: its own cache", "no-log": "LiteLLM: logging",
     "guardrails": "LiteLLM: its own checks", **dict.fromkeys((
         "litellm_metadata", "litellm_call_id", "litellm_session_id", "litellm_trace_id", "litellm_logging_obj",
-        "proxy_server_request", "model_info", "mock_timeout"), "LiteLLM"),
-}
+        "proxy_server_request", "model_info", "mock_timeout"), "LiteLLM")}
 """Field name -> which client sends it, and its purpose."""

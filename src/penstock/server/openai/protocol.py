@@ -49,8 +49,7 @@ WHY_REFUSED: dict[str, str] = {
     "prompt_embeds": "prompts are text or token ids",
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "this server takes text only"),
     **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), "this server does not transfer caches"),
-    "moderation": "this server does not moderate",
-}
+    "moderation": "this server does not moderate"}
 """Why a recognised field is refused, as the second half of a sentence."""
 
 

@@ -65,8 +65,7 @@ class Pooling(OpenAIForm):
             *both("/classify", self.classify, "Probabilities of a classifier's labels", p.ClassifyRequest, p.Answers[p.Class]),
             *both("/score", self.score, "Score pairs of texts", p.ScoreRequest, p.Answers[p.Score]),
             *both("/rerank", self.rerank, "Order documents by how well they fit a query", p.RerankRequest, p.Ranking,
-                  ("", "/v1", "/v2")),
-        )
+                  ("", "/v1", "/v2")))
 
     # -- the endpoints
 

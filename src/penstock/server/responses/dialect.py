@@ -107,8 +107,7 @@ class Responses(OpenAIForm):
             Route("DELETE", one, self.delete, "Delete a stored response", answer=r.Deleted),
             Route("POST", one + "/cancel", self.cancel, "End a response that runs in the background"),
             Route("GET", one + "/input_items", self.input_items, "A page of a response's input"),
-            *self.conversations.routes(),
-        )
+            *self.conversations.routes())
 
     # -- making
 
@@ -345,8 +344,7 @@ class Conversations(StateRoutes):
             Route("GET", one + "/items", self.items, "A page of its items"),
             Route("POST", one + "/items", self.add, "Append items", r.ItemsRequest),
             Route("GET", one + "/items/{item}", self.item, "One of its items"),
-            Route("DELETE", one + "/items/{item}", self.remove, "Delete one of its items"),
-        )
+            Route("DELETE", one + "/items/{item}", self.remove, "Delete one of its items"))
 
     async def create(self, http: Request, body: r.ConversationRequest) -> Response:
         messages_of(items_of(body.items))

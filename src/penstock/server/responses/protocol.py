@@ -15,8 +15,7 @@ WHY_REFUSED = {
     "context_management": "this server does not edit conversations",
     "moderation": "this server does not moderate",
     "personality": "models have no presets of style here; write it into the instructions",
-    "max_tool_calls": "it limits tools that OpenAI runs itself, and there are none here",
-}
+    "max_tool_calls": "it limits tools that OpenAI runs itself, and there are none here"}
 """Why a recognised field is refused, as the second half of a sentence."""
 
 Item = dict[str, Any]

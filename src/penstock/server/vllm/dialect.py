@@ -84,8 +84,7 @@ class VLLM(OpenAIForm):
             Route("POST", "/inference/v1/generate", self.generate, "Continue token ids by token ids", GenerateRequest,
                   answer=Generated, event=Generated),
             Route("POST", "/abort_requests", self.abort, "End requests by their ids", AbortRequest),
-            Route("POST", "/collective_rpc", self.refused, "Refused: this server runs no methods that requests name"),
-        )
+            Route("POST", "/collective_rpc", self.refused, "Refused: this server runs no methods that requests name"))
 
     async def generate(self, http: Request, body: GenerateRequest) -> Response:
         state = self.state
