@@ -24,7 +24,8 @@ PROMPT = 75
 """Tokens in a prompt; windows are shorter."""
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-MODELS = {"Llama4Text": "Llama4ForCausalLM", "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+MODELS = {"Llama4Text": "Llama4ForCausalLM", "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel",
+          "Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 """Model classes that are not called `kind` + ForCausalLM."""
 
 
@@ -76,9 +77,9 @@ GEMMA3_ROPES = {"rope_parameters": {"full_attention": {"rope_type": "linear", "f
                                     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}
 MOE = {"moe_intermediate_size": 28, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}
 SHARED = {"shared_expert_intermediate_size": 52}
-NEXT = {**MOE, **SHARED, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
-        "linear_value_head_dim": 34, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
-        **rope("default", partial_rotary_factor=0.5)}
+DELTA = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 34,
+         "linear_conv_kernel_dim": 4, "full_attention_interval": 2, **rope("default", partial_rotary_factor=0.5)}
+NEXT = {**MOE, **SHARED, **DELTA}
 """Narrower values, tied heads and more such layers in a row make transformers' own logits differ by more than the tests' limit
 between a prompt at once and token by token."""
 SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 1,
@@ -146,6 +147,15 @@ CASES = [
     Case("qwen3next-last", "Qwen3Next", {**WIDE, **BIASED, **NEXT, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
                                          "linear_key_head_dim": 21, "linear_value_head_dim": 9, "num_experts_per_tok": 1,
                                          "layer_types": ["full_attention", "linear_attention", "linear_attention"]}),
+    Case("qwen3.5-odd", "Qwen3_5Text", {**ODD, **DELTA,
+                                        "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
+    Case("qwen3.5-even", "Qwen3_5Text", {**EVEN, **DELTA, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
+                                         "num_hidden_layers": 2,
+                                         **rope("default", mrope_section=[2, 1, 1], mrope_interleaved=True)}),
+    Case("qwen3.5-moe", "Qwen3_5MoeText", {**WIDE, **NEXT, "num_experts_per_tok": 1, "linear_num_key_heads": 1,
+                                           "linear_num_value_heads": 5, "linear_conv_kernel_dim": 2,
+                                           "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+         rewrite=partial(foreign.beside_towers, architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe")),
     Case("mixtral-odd", "Mixtral", {**ODD, "num_local_experts": 5, "num_experts_per_tok": 2}),
     Case("mixtral-all", "Mixtral", {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 25}),
     Case("mixtral-top-1", "Mixtral", {**EVEN, **TIED, "num_local_experts": 9, "num_experts_per_tok": 1}),

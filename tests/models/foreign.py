@@ -46,7 +46,8 @@ def beside_towers(weights: Weights, config: dict[str, Any], *, architecture: str
     weights = _renamed(weights, ("^model[.]", prefix[0]), ("^lm_head[.]", prefix[1]))
     text = {name: value for name, value in config.items() if name != "architectures"} | changes
     towers = ("vision_model.norm.weight", "multi_modal_projector.linear_1.weight") if old else (
-        "model.vision_tower.norm.weight", "model.audio_tower.norm.weight", "model.embed_audio.embedding.weight")
+        "model.vision_tower.norm.weight", "model.audio_tower.norm.weight", "model.embed_audio.embedding.weight",
+        "model.visual.patch_embed.proj.bias")
     return {**weights, **{name: torch.ones(3) for name in towers}}, {
         "architectures": [architecture], "model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 3}}
 

@@ -102,21 +102,25 @@ MIXTURE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_routed_expe
            "first_k_dense_replace": 0, "n_shared_experts": 1}
 
 
-RECURRENT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-             "layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-             "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA = {"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+RECURRENT = {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+             "shared_expert_intermediate_size": 24}
 
 
 @pytest.mark.parametrize(("kind", "layer", "extra"), [
     ("MiMo", "model.mtp_layers.0", MIMO), ("Ernie4_5_Moe", "model.mtp_block.0", ERNIE), ("Glm4Moe", "model.layers.2", GLM),
-    ("Qwen3Next", "mtp.layers.0", NEXT)], ids=["mimo", "ernie", "glm", "qwen3-next"])
+    ("Qwen3Next", "mtp.layers.0", NEXT), ("Qwen3_5", "mtp.layers.0", NEXT)],
+    ids=["mimo", "ernie", "glm", "qwen3-next", "qwen3.5"])
 def test_layouts_of_multi_token_prediction(kind: str, layer: str, extra: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
     import transformers
 
     name, more = {"MiMo": ("Qwen2", {}), "Ernie4_5_Moe": ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2,
-                  "moe_intermediate_size": 24}), "Glm4Moe": ("Glm4Moe", MIXTURE), "Qwen3Next": ("Qwen3Next", RECURRENT)}[kind]
+                  "moe_intermediate_size": 24}), "Glm4Moe": ("Glm4Moe", MIXTURE), "Qwen3Next": ("Qwen3Next", RECURRENT),
+                  "Qwen3_5": ("Qwen3_5", DELTA)}[kind]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SMALL, **more))
+    config = getattr(transformers, "Qwen3_5TextConfig" if name == "Qwen3_5" else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(config(**SMALL, **more))
     model.save_pretrained(tmp_path)
     _with_mtp(tmp_path, f"{kind}ForCausalLM", layer, extra, num_nextn_predict_layers=1)
     found = []

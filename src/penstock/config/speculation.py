@@ -17,7 +17,7 @@ _TOKENS = 5
 METHODS = ("auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp",
            "dflash", "dspark")
 _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram", "ngram_gpu": "ngram",
-          **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo", "qwen3_next")}}
+          **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo", "qwen3_5", "qwen3_next")}}
 """Methods, by their names in vLLM's configuration and in ours."""
 _NUMBERS = {"num_speculative_tokens": "tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest",
             "draft_layers": "layers", "synthetic_acceptance_rate": "synthetic", "relaxed_topk": "relaxed",

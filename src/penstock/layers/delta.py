@@ -19,13 +19,27 @@ class DeltaSpec:
     shape: DeltaShape
     back: int = 0
     """Positions that its state can go back by, as rejected drafts need it."""
+    apart: bool = False
+    """Whether queries, keys and values of all heads are one matrix, and gates, step sizes and decays others (Qwen3.5)."""
 
     name = "attention"
 
     @property
     def input(self) -> LinearSpec:
-        heads, shared = self.shape.key_heads, self.shape.shared
-        pieces = Piece("qkvz", heads * self.shape.unit, self.shape.unit), Piece("ba", heads * 2 * shared, 2 * shared)
+        """All inputs of the recurrence; if `apart`, queries, keys and values."""
+        keys, values = self.shape.key_size, self.shape.shared * self.shape.value_size
+        units = {"q": keys, "k": keys, "v": values} if self.apart else {"qkvz": self.shape.unit, "ba": 2 * self.shape.shared}
+        return self._pieces(units)
+
+    @property
+    def gates(self) -> LinearSpec:
+        """The other inputs, if `apart`."""
+        shared = self.shape.shared
+        return self._pieces({"z": shared * self.shape.value_size, "b": shared, "a": shared})
+
+    def _pieces(self, units: dict[str, int]) -> LinearSpec:
+        """A projection to these outputs. `units`: rows of each key head, by name."""
+        pieces = tuple(Piece(name, self.shape.key_heads * unit, unit) for name, unit in units.items())
         return LinearSpec(self.width, pieces, split=Split.ROWS)
 
     @property
@@ -40,6 +54,8 @@ class DeltaSpec:
     def parameters(self, path: str) -> Iterator[Parameter]:
         shape = self.shape
         yield from self.input.parameters(f"{path}.input")
+        if self.apart:
+            yield from self.gates.parameters(f"{path}.gates")
         pieces = tuple(Piece(f"{path}.conv.{name}", shape.key_heads * unit, unit) for name, unit in zip(
             "qkv", (size * shape.kernel for size in (shape.key_size, shape.key_size, shape.shared * shape.value_size)),
             strict=True))
@@ -68,6 +84,7 @@ class Delta:
     def __init__(self, spec: DeltaSpec, path: str, build: Build) -> None:
         self.shape = shape = spec.shape
         self.input = Linear(spec.input, f"{path}.input", build)
+        self.gates = Linear(spec.gates, f"{path}.gates", build) if spec.apart else None
         self.o = Linear(spec.output, f"{path}.o", build)
         flat = build.values.tensor(f"{path}.conv.weight")
         keys = shape.key_heads * shape.key_size * shape.kernel
@@ -78,7 +95,7 @@ class Delta:
 
     @property
     def linears(self) -> Sequence[Linear]:
-        return self.input, self.o
+        return (self.input, self.o) if self.gates is None else (self.input, self.gates, self.o)
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:  # noqa: ARG002
         (view,) = views
@@ -90,7 +107,18 @@ class Delta:
     def leave_sum(self) -> bool:
         return self.o.leave_sum()
 
+    def _given(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The recurrence's inputs, by key head (`ops/delta.py::delta_rule`)."""
+        found, shape = self.input(x, step), self.shape
+        if self.gates is None:
+            return found
+        keys, values = shape.key_heads * shape.key_size, shape.heads * shape.value_size
+        q, k, v = found.split((keys, keys, values), 1)
+        z, b, a = self.gates(x, step).split((values, shape.heads, shape.heads), 1)
+        return torch.cat([torch.cat([part.reshape(len(x), shape.key_heads, -1) for part in parts], 2).flatten(1)
+                          for parts in ((q, k, v, z), (b, a))], 1)
+
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
-        out = self._run(self.input(x, step), self.shape, self.weights, self.state, step.groups[self.group].table,
+        out = self._run(self._given(x, step), self.shape, self.weights, self.state, step.groups[self.group].table,
                         step.query_start, step.context)
         return self.o(*step.narrow(out, ends))

@@ -131,7 +131,8 @@ def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta
     return ropes.RopeSpec(where.number("rope_theta"), dim, make(where, config, dim), interleaved)
 
 
-_ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+_ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "mrope_section", "mrope_interleaved"}
+"""Any scaling may have these. The sections of mrope turn by an image's rows and columns; a text has one position for all."""
 
 
 def _original(where: Config, config: Config) -> int:

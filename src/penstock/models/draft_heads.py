@@ -274,7 +274,7 @@ _LAYOUTS = (
     _Layout("mtp.fc.", "mtp.layers.0",
             (("mtp.pre_fc_norm_embedding.weight", "entry.embeds.weight"), ("mtp.fc.*", "entry.join.*"),
              ("mtp.pre_fc_norm_hidden.weight", "entry.hidden.weight"), ("mtp.norm.weight", "norm.weight")), normed=True))
-"""DeepSeek V3 and GLM 4.5; MiMo; Ernie 4.5; Qwen3-Next."""
+"""DeepSeek V3 and GLM 4.5; MiMo; Ernie 4.5; Qwen3-Next and 3.5."""
 
 
 def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead | None:
@@ -295,8 +295,8 @@ def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead
                      JoinSpec(target.width, target.width, embeds_norm=norm, hidden_norm=norm, hidden_first=layout.hidden_first))
     found = (*(Rule(source.replace("#", number), parameter) for source, parameter in layout.entry),
              *(Rule(source.replace("#", number), None) for source in layout.ignored),
-             *(replace(rule, source=rule.source.replace("model.layers.#", stem),
+             *(replace(rule, source=f"{stem}.{rule.source.partition('layers.#.')[2]}",
                        target=rule.target and rule.target.replace("blocks.#", "blocks.0"))
-               for rule in family.RULES if rule.source.startswith("model.layers.#.")))
+               for rule in family.RULES if "layers.#." in rule.source))
     stems = (f"{stem}.", *(source.replace("#", number).rstrip("*") for source, _ in layout.entry))
     return DraftHead("mtp", folder, config, stored_as(spec, found, config), found, stems, normed=layout.normed)

@@ -1,11 +1,11 @@
 """Qwen 1.5 to 3, dense and with experts, and MiMo. Upper layers may slide. Queries, keys and values have biases in Qwen 2; in
-Qwen 3 each head's query and key are normed. In Qwen3-Next most layers are recurrent."""
+Qwen 3 each head's query and key are normed. In Qwen3-Next and Qwen3.5 most layers are recurrent."""
 
 from functools import partial
 
 from penstock.layers.delta import DeltaSpec
 from penstock.models.families import llama
-from penstock.models.family import ACTIVATIONS, Config, Like, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
+from penstock.models.family import ACTIVATIONS, Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, Rule, flat, parts, rope, rules
 from penstock.ops.delta import DeltaShape
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "MiMoForCausalLM")
@@ -38,7 +38,7 @@ def qwen2_moe(config: Config) -> ModelSpec:
                       mlps=partial(parts.some_experts, shared_inner=shared, shared_gate=True), windows=lambda _config: windows)
 
 
-def qwen3_next(config: Config) -> ModelSpec:
+def qwen3_next(config: Config, apart: bool = False, dense: bool = False) -> ModelSpec:
     """Gated delta nets, and every fourth layer attention whose results are gated. Norms but those of the former are 1 + w."""
     if config.choice("hidden_act", ACTIVATIONS) != "silu":
         raise config.wrong("hidden_act", "silu, which is that of the delta nets' convolution, too")
@@ -53,27 +53,34 @@ def qwen3_next(config: Config) -> ModelSpec:
         raise config.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.key_heads})")
     if not 2 <= shape.kernel <= 4:
         raise config.wrong("linear_conv_kernel_dim", "2 to 4")
-    delta = DeltaSpec(attention.width, shape)
+    delta = DeltaSpec(attention.width, shape, apart=apart)
     kinds = config.listing("layer_types", layers, ("linear_attention", "full_attention").__contains__,
                            "linear_attention or full_attention")
     full = [(i + 1) % every == 0 for i in range(layers)] if kinds is None else [kind == "full_attention" for kind in kinds]
-    mlps = parts.some_experts(config, shared_inner=config.integer("shared_expert_intermediate_size"), shared_gate=True)
+    mlps: MixerSpec | list[MixerSpec] = parts.gated_mlp(config) if dense else parts.some_experts(
+        config, shared_inner=config.integer("shared_expert_intermediate_size"), shared_gate=True)
     return parts.layered(config, [attention if one else delta for one in full], mlps, norm)
 
 
 NEXT = (
     Rule("mtp.**", None),
     *Rule.named("model.layers.#.linear_attn.", {"in_proj_qkvz.*": "attention.qkvz.*", "in_proj_ba.*": "attention.ba.*",
+        "in_proj_qkv.*": "attention.input.*", **{f"in_proj_{name}.*": f"attention.{name}.*" for name in "zba"},
         "conv1d.weight": ("attention.conv.weight", flat), "A_log": "attention.decay", "dt_bias": "attention.step",
         "norm.weight": "attention.norm.weight", "out_proj.*": "attention.o.*"}),
     *rules.QWEN_EXPERTS,
     *rules.LLAMA)
+_NEXT_SIZES = {**DEFAULTS, "head_dim": 256, "num_key_value_heads": 2, "moe_intermediate_size": 512, "norm_topk_prob": True,
+               "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+               "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 LIKE = (
-    Like(("Qwen3NextForCausalLM",), ("qwen3_next",),
-         {**DEFAULTS, "head_dim": 256, "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10,
-          "norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-          "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-          "linear_conv_kernel_dim": 4}, qwen3_next, NEXT),
+    Like(("Qwen3NextForCausalLM",), ("qwen3_next",), {**_NEXT_SIZES, "num_experts": 512, "num_experts_per_tok": 10}, qwen3_next,
+         NEXT),
+    Like(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text", "qwen3_5"),
+         {**_NEXT_SIZES, "num_key_value_heads": 4}, partial(qwen3_next, apart=True, dense=True), rules.text_part(NEXT)),
+    Like(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), ("qwen3_5_moe_text", "qwen3_5_moe"),
+         {**_NEXT_SIZES, "num_experts": 256, "num_experts_per_tok": 8},
+         lambda config: qwen3_next(config.changed(norm_topk_prob=True), apart=True), rules.text_part(NEXT)),
     Like(("Qwen2MoeForCausalLM",), ("qwen2_moe",),
          {**DEFAULTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
           "shared_expert_intermediate_size": 5632}, qwen2_moe, (*rules.QWEN_EXPERTS, *rules.LLAMA)),

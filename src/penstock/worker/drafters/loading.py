@@ -98,7 +98,7 @@ def _survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target:
         head = draft_heads.mtp(folder, config, target) if asked.method in ("auto", "mtp") and not dummy else None
         if head is None and asked.method == "mtp":
             raise ConfigError(f"speculate mtp: {folder} has no layer for multi-token prediction of a layout that Penstock "
-                              "knows (DeepSeek, GLM, MiMo, Ernie, Qwen3-Next); leave speculate out, or use ngram")
+                              "knows (DeepSeek, GLM, MiMo, Ernie, Qwen3-Next, Qwen3.5); leave speculate out, or use ngram")
         if head is not None:
             return _of_head(asked, head)
         if asked.method == "layer_skip":
