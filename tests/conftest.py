@@ -71,7 +71,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded now stays out of garbage collections: a full one, with which every `LLM.generate` ends, would go through
+    """Keeps modules and tests out of garbage collections: a full one, with which every `LLM.generate` ends, would go through
     all objects of all modules and tests each time."""
     gc.collect()
     gc.freeze()

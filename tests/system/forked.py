@@ -4,7 +4,7 @@ A process that starts others has a nursery: a process with one thread that has i
 forks on request. The first is started by exec, one for a test process; every forked process gets its own as a fork of it.
 `subprocess` asks the nursery in place of fork and exec, so that tests and the product start processes by the same calls, and a
 process is its starter's child, with the command line, environment, folder, files and limits that it would have by exec.
-What is read while Python and its modules are loaded stays as the first nursery found it: where an environment asks for
+All that Python and its modules read while they are loaded stays as the first nursery found it: where an environment asks for
 something else (AT_IMPORT), and for all other commands, a process is started by exec."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 STARTERS = ("penstock.cli.main", "tests.system.launch", "penstock.engine.process")
 MODULES = (*STARTERS, "penstock.worker.process", "penstock.engine.rendering")
-"""What is forked, by the name after `python -m`; the STARTERS start others."""
+"""Modules that are forked, by the name after `python -m`; the STARTERS start others."""
 
 IMPORTED = (*MODULES, "penstock.cli.serve", "penstock.server.run", "penstock.engine.engine", "penstock.worker.worker")
 
@@ -115,7 +115,7 @@ class _ForkExec:
 
 
 class _Child:
-    """What the engine's handle uses of `asyncio.subprocess.Process`: uvloop starts processes without `subprocess`."""
+    """The part of `asyncio.subprocess.Process` that the engine's handle uses: uvloop starts processes without `subprocess`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process

@@ -246,7 +246,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def plainly() -> Callable[[str, int], list[str]]:
-    """What canary as it is says to so many prompts of a skill, asked for once."""
+    """Canary's own answers to so many prompts of a skill, asked for once."""
     plain = Plain()
     return cache(lambda skill, count: plain.says(prompts(skill, count)))
 

@@ -11,18 +11,18 @@ from tests.system.served import served
 
 KEPT = ("SigIgn", "SigBlk", "Cpus_allowed", "Groups", "Umask")
 OWN = 1 << signal.SIGCHLD - 1
-"""What uvloop waits for processes by."""
+"""uvloop waits for processes by these."""
 
 
 def facts(pid: int) -> dict[str, Any]:
-    """What others see of a process, its parent aside."""
+    """The facts of a process that others see, its parent aside."""
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     opened = [os.readlink(one) for one in (process / "fd").iterdir()]
     stat = (process / "stat").read_text().rpartition(")")[2].split()
     return {"line": (process / "cmdline").read_text().rstrip("\0"), "folder": os.readlink(process / "cwd"),
             "limits": (process / "limits").read_text(), "group and session": stat[2:4],
-            # How many a pool has depends on how calls met.
+            # The number of threads in a pool depends on how calls met.
             "threads": {(one / "comm").read_text() for one in (process / "task").iterdir()},
             "open": {"pipe or socket" if name[:4] in ("pipe", "sock") else name for name in opened},
             "caught": int(status["SigCgt"], 16) & ~OWN,

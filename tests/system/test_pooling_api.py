@@ -161,7 +161,7 @@ def test_refusals(server: Served) -> None:
     cut = vectors(server, input=long, truncate_prompt_tokens=20)
     ids = server.post("/tokenize", prompt=long).json()["tokens"]
     np.testing.assert_allclose(cut[0], vectors(server, input=ids[:20])[0], atol=1e-5)
-    # What the tokenizer puts before a text stays.
+    # The tokens that the tokenizer puts before a text stay.
     cut = vectors(server, input=long, truncate_prompt_tokens=20, truncation_side="left")
     np.testing.assert_allclose(cut[0], vectors(server, input=[ids[0], *ids[-19:]])[0], atol=1e-5)
     for fields in ({"text_1": "a", "queries": "b", "text_2": "c"}, {"text_1": "a", "items": "b", "text_2": "c"}):
