@@ -1,6 +1,7 @@
 """Qwen 1.5 to 3, dense and with experts, and MiMo. Upper layers may slide. Queries, keys and values have biases in Qwen 2; in
 Qwen 3 each head's query and key are normed. In Qwen3-Next and Qwen3.5 most layers are recurrent."""
 
+from collections.abc import Callable
 from functools import partial
 
 from penstock.layers.delta import DeltaSpec
@@ -38,7 +39,13 @@ def qwen2_moe(config: Config) -> ModelSpec:
                       mlps=partial(parts.some_experts, shared_inner=shared, shared_gate=True), windows=lambda _config: windows)
 
 
-def qwen3_next(config: Config, apart: bool = False, dense: bool = False) -> ModelSpec:
+def experts_everywhere(config: Config) -> MixerSpec:
+    """Qwen3.5's feed-forward part: the weights of experts are normalised, and a shared one's result is gated."""
+    return parts.experts(config, parts.routing(config, normalise=True), shared_gate=True,
+                         shared_inner=config.integer("shared_expert_intermediate_size"))
+
+
+def qwen3_next(config: Config, apart: bool = False, mlp: Callable[[Config], MixerSpec] | None = None) -> ModelSpec:
     """Gated delta nets, and every fourth layer attention whose results are gated. Norms but those of the former are 1 + w."""
     if config.choice("hidden_act", ACTIVATIONS) != "silu":
         raise config.wrong("hidden_act", "silu, which is that of the delta nets' convolution, too")
@@ -57,7 +64,7 @@ def qwen3_next(config: Config, apart: bool = False, dense: bool = False) -> Mode
     kinds = config.listing("layer_types", layers, ("linear_attention", "full_attention").__contains__,
                            "linear_attention or full_attention")
     full = [(i + 1) % every == 0 for i in range(layers)] if kinds is None else [kind == "full_attention" for kind in kinds]
-    mlps: MixerSpec | list[MixerSpec] = parts.gated_mlp(config) if dense else parts.some_experts(
+    mlps: MixerSpec | list[MixerSpec] = mlp(config) if mlp else parts.some_experts(
         config, shared_inner=config.integer("shared_expert_intermediate_size"), shared_gate=True)
     return parts.layered(config, [attention if one else delta for one in full], mlps, norm)
 
@@ -77,10 +84,11 @@ LIKE = (
     Like(("Qwen3NextForCausalLM",), ("qwen3_next",), {**_NEXT_SIZES, "num_experts": 512, "num_experts_per_tok": 10}, qwen3_next,
          NEXT),
     Like(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text", "qwen3_5"),
-         {**_NEXT_SIZES, "num_key_value_heads": 4}, partial(qwen3_next, apart=True, dense=True), rules.text_part(NEXT)),
+         {**_NEXT_SIZES, "num_key_value_heads": 4}, partial(qwen3_next, apart=True, mlp=parts.gated_mlp),
+         rules.text_part(NEXT)),
     Like(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), ("qwen3_5_moe_text", "qwen3_5_moe"),
          {**_NEXT_SIZES, "num_experts": 256, "num_experts_per_tok": 8},
-         lambda config: qwen3_next(config.changed(norm_topk_prob=True), apart=True), rules.text_part(NEXT)),
+         partial(qwen3_next, apart=True, mlp=experts_everywhere), rules.text_part(NEXT)),
     Like(("Qwen2MoeForCausalLM",), ("qwen2_moe",),
          {**DEFAULTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
           "shared_expert_intermediate_size": 5632}, qwen2_moe, (*rules.QWEN_EXPERTS, *rules.LLAMA)),
