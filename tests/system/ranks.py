@@ -15,6 +15,7 @@ import torch
 
 from penstock.config.schema import EngineOptions, place
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
+from penstock.engine.engine import Engine
 from penstock.engine.executor import Begun
 from penstock.engine.ranks import RankGroup
 from penstock.parallel.axis import Place, places
@@ -182,3 +183,13 @@ class _Step:
         if self._result is None:
             self._result = self._group.agree(self._group.all([one.result for one in self._begun]))
         return self._result
+
+
+def drained(engine: Engine, count: int) -> list[list[int]]:
+    """The tokens of requests that are numbered from 0 on, once all have ended by their length."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    while engine.busy:
+        for update in engine.turn():
+            assert update.finish_reason in (None, "length"), update
+            found[int(update.request_id)] += update.token_ids
+    return found

@@ -29,7 +29,7 @@ from penstock.scheduler.queues import Slots
 from penstock.server.run import ServerRun
 from tests.sampling import sampled
 from tests.system.adapters import made
-from tests.system.ranks import Threaded
+from tests.system.ranks import Threaded, drained
 from tests.system.served import NAME, Served
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -482,12 +482,7 @@ def laid_out(model: Path | str, adapters: list[Path | None], **options: Any) -> 
             prompt = [1, *range(40 + 100 * (i // len(names)), 75 + 100 * (i // len(names)))]
             params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, seed=0)
             engine.submit(Request(str(i), prompt, params, adapter=name))
-        found: list[list[int]] = [[] for _ in names * 2]
-        while engine.busy:
-            for update in engine.turn():
-                assert update.finish_reason in (None, "length"), update
-                found[int(update.request_id)] += update.token_ids
-        return found
+        return drained(engine, 2 * len(names))
     finally:
         engine.close()
 

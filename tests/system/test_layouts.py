@@ -36,7 +36,7 @@ from penstock.parallel.placement import Held
 from tests.models.families import CASES, ENDS, Case, make
 from tests.sampling import sampled
 from tests.system.random_models import saved_head, saved_random
-from tests.system.ranks import Threaded, Threads
+from tests.system.ranks import Threaded, Threads, drained
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MEMBERS = ["canary", *sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())]
@@ -58,12 +58,7 @@ def greedy(engine: Engine, **params: Any) -> list[list[int]]:
         for i, prompt in enumerate(PROMPTS):
             engine.submit(Request(str(i), prompt, SamplingParams(
                 **{"temperature": 0, "max_tokens": 16, "seed": i, "ignore_eos": True, **params})))
-        found: list[list[int]] = [[] for _ in PROMPTS]
-        while engine.busy:
-            for update in engine.turn():
-                assert update.finish_reason in (None, "length"), update
-                found[int(update.request_id)] += update.token_ids
-        return found
+        return drained(engine, len(PROMPTS))
     finally:
         engine.close()
 
