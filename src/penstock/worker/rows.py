@@ -289,8 +289,15 @@ class Rows:
         self._known = Staging(device, bring)
         self._edits = Staging(device, bring)
         self.parameters = Parameters(max_num_seqs, device, bring)
+        self.late = deque[Callable[[], object]]()
+        """The rest of a launch: `StepBuilder.fill` settles the first, which writes drafts, and the worker the others."""
         self.labels: dict[int, list[int]] = {}
         """The logits that pooled rows report, as `Enter.labels`."""
+
+    def settle(self) -> None:
+        """Does the first of what is late."""
+        if self.late:
+            self.late.popleft()()
 
     def apply(self, plan: StepPlan) -> None:
         """Applies the row part of a plan: rows leave and enter, drafts are written, block tables are edited."""

@@ -196,6 +196,8 @@ class StepBuilder:
         # Eager steps copy only the block table columns in use; captured steps copy all.
         if not self._captured:
             self._columns = -(-int(context.max()) // self._page)
+        # All of a launch that does not need the drafts is done.
+        self._rows.settle()
         return parts
 
     def library_spans(self, plan: StepPlan, context: Ints | None = None) -> list[list[Span]]:

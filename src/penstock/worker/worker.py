@@ -305,7 +305,11 @@ class Worker:
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueues a plan without waiting for the device: of a masked one the forward pass, `Launched.choose` the rest."""
         with torch.inference_mode(), self._on_stream:
-            return self._launch(plan)
+            self.rows.late.clear()
+            launched = self._launch(plan)
+            while self.rows.late:
+                self.rows.settle()
+            return launched
 
     def _launch(self, plan: StepPlan) -> Launched:
         interval, told, chances = self.clock.start(), None, None
@@ -338,6 +342,7 @@ class Worker:
         if self.returning is not None and len(drafting.segments):
             self.returning.hand_on(drafting, first=self.model.spec.begins, last=self.model.spec.ends)
         if plan.tells_drafts:
+            self.rows.settle()
             told = Arriving(drafting.written())
         whole = (plan.rests or not self._follows) and not idle and self.verifier.thinking is None
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,7 +29,7 @@ from penstock.worker.drafters.model import DraftModel, LoadedDraftModel
 from penstock.worker.drafters.translation import Translation
 from penstock.worker.drafting import Drafter, Drafting, Host, within
 from penstock.worker.graphs import Graphs
-from penstock.worker.rows import Rows, upload
+from penstock.worker.rows import Arriving, Rows, upload
 from penstock.worker.sampler import MAX_LOGITS_ROWS, Sampler
 
 _ROWS = 32
@@ -114,35 +115,49 @@ class Ahead(DraftModel):
         self._synthetic, self._luck = asked.synthetic, np.random.default_rng(0)
         self._loaded, self._queue, self._sent = loaded, loaded.thread, deque[Future[Any]]()
         self._bases, self._followed = list(range(count)), dict[int, _Followed]()
-        self._told = np.zeros(len(host.rows.tokens), np.int32)
-        """[the target's row] the number of tokens that the thread was told."""
+        self._told, self._least = np.zeros((2, len(host.rows.tokens)), np.int32)
+        """[the target's row] tokens that the thread was told of, and the fewest that were known when it was asked last."""
 
     def leave(self, rows: list[int]) -> None:
         self._submit(self._forget, list(rows))
 
     def propose(self, drafting: Drafting) -> None:
-        """Waits for the step before: its outcome says which drafts are the right ones."""
-        for enter in drafting.plan.enter:
-            self._told[enter.row] = len(enter.tokens)
+        """The thread waits for the step before, whose outcome says which drafts are the right ones; this one's launch waits for
+        the thread only before its forward pass."""
+        plan, table = drafting.plan, drafting.rows
+        for enter in plan.enter:
+            self._least[enter.row] = len(enter.tokens)
             self._submit(self._enter, enter)
         if not len(drafting.segments):
             return
-        rows = drafting.plan.rows[drafting.segments].tolist()
-        length = drafting.length.cpu().numpy()
-        fresh = length - self._told[rows]
-        at = drafting.length[:, None] - torch.arange(int(fresh.max()), 0, -1, device=drafting.rows.device)
-        known = drafting.rows.tokens[drafting.row.long()[:, None], at.clamp(min=0).long()].cpu().numpy()
-        self._told[rows] = length
-        asked = [(row, line[len(line) - new:].tolist(), count) for row, line, new, count in zip(
-            rows, known, fresh.tolist(), drafting.count.tolist(), strict=True)]
-        drafts = self._submit(self._answer, asked).result()
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()
-        if any(drafts):
-            part = drafting.part(np.array([len(some) > 0 for some in drafts]), self._most)
-            part.rows.tokens[part.places(part.count)] = upload(
-                np.fromiter(chain.from_iterable(drafts), np.int32), part.rows.device)
-            self._submit(self._draft_ahead, rows)
+        rows, counts, known = plan.rows[drafting.segments], drafting.count, plan.starts[drafting.segments] + 1
+        most = max(1, int((known - self._least[rows]).max()))
+        self._least[rows] = known - (0 if plan.slack is None else plan.slack[drafting.segments])
+        at = drafting.length[:, None] - torch.arange(most, 0, -1, dtype=torch.int32, device=table.device)
+        last = table.tokens[drafting.row.long()[:, None], at.clamp(min=0).long()]
+        found = self._submit(self._find, (rows, counts, Arriving(torch.cat((drafting.length[:, None], last), 1))))
+        places = drafting.places(counts)
+
+        def write() -> None:
+            drafts = found.result()
+            while self._sent and self._sent[0].done():
+                self._sent.popleft().result()
+            # All positions are verified, whether a draft was found for them or not.
+            every = chain.from_iterable([*some, *[0] * (count - len(some))] for some, count in zip(
+                drafts, counts.tolist(), strict=True))
+            table.tokens[places] = upload(np.fromiter(every, np.int32), table.device)
+            if any(drafts):
+                table.late.append(partial(self._submit, self._draft_ahead, rows.tolist()))
+
+        table.late.append(write)
+
+    def _find(self, asked: tuple[Ints, Ints, Arriving]) -> list[list[int]]:
+        """Drafts of so many tokens for rows of the target, given their numbers of known tokens and the last ones of these."""
+        rows, counts, arriving = asked
+        known = arriving.numpy()
+        fresh, self._told[rows] = known[:, 0] - self._told[rows], known[:, 0]
+        return self._answer([(row, line[len(line) - new:].tolist(), count) for row, line, new, count in zip(
+            rows.tolist(), known, fresh.tolist(), counts.tolist(), strict=True)])
 
     def _submit(self, work: Callable[[Any], Any], given: Any) -> Future[Any]:
         self._sent.append(self._queue.submit(self._in_thread, work, given))
@@ -160,6 +175,7 @@ class Ahead(DraftModel):
         self._loaded.counted = (0, 0)
 
     def _enter(self, enter: Enter) -> None:
+        self._told[enter.row] = len(enter.tokens)
         if self._bases:
             self._followed[enter.row] = one = _Followed(self._bases.pop(), len(enter.tokens))
             self._host.rows.apply(StepPlan(0, enter=[enter._replace(row=one.base)]))
