@@ -53,7 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
                      "eplb_config": {"step_interval": 32, "num_redundant_experts": 2 * n}} for n in (2, 4, 8)},
     **{f"away{n}": {"offload_weights": str(n / 100)} for n in (25, 50, 75, 100)},
     "disk50": {"offload_weights": "0.5", "offload_folder": os.environ.get("FOLDER", "/tmp")},
-    "tp2runs": {"tensor_parallel_size": 2, "kernels": {"messages": "overlapped"}},
+    "tp2once": {"tensor_parallel_size": 2, "kernels": {"messages": "reference"}},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp4dp2": {"tensor_parallel_size": 4, "data_parallel_size": 2},
     "tp4pp2": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},

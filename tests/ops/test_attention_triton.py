@@ -13,7 +13,7 @@ import torch
 from tests.ops.interpreter import DEVICE, DTYPES  # isort: skip  (before Triton's kernels are imported)
 
 from penstock.ops import attention_library, attention_work
-from penstock.ops.attention import LEAST, Geometry, Span, Stripe, Tree
+from penstock.ops.attention import LEAST, AttentionOps, Geometry, Span, Stripe, Tree
 from penstock.ops.attention_triton import INVARIANT, TRITON, TritonAttention
 from penstock.ops.attention_work import FIELDS, LISTED, Launch, WorkItem
 from penstock.ops.rows_triton import move_step
@@ -208,6 +208,18 @@ def test_chunks_behind_a_context_by_a_library(segments: list[tuple[int, int]], s
     case = built(Case(segments, heads=6, kv=2, size=24), HALF)
     assert [span.segment for span in by_library(case, monkeypatch)] == served
     assert counts == joined
+
+
+@pytest.mark.parametrize("ops", [TRITON, AttentionOps()], ids=["triton", "reference"])
+def test_a_segment_over_two_parts_of_its_keys(ops: AttentionOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks that divide contexts compute it: first keys that all queries see, then the others, and both joined."""
+    monkeypatch.setattr(attention_library, "BLOCKS", (256, 64))
+    case = built(Case([(700 + 600, 600)], heads=6, kv=2, size=24), HALF)
+    row, scale = case.table[0], 24 ** -0.5
+    first = ops.segment(case.q, case.k, case.v, row, 512, False, scale)
+    found, sums = ops.segment(case.q, case.k, case.v, row[512 // 16:], 700 - 512, True, scale, seen=lambda: [first])
+    check(found, wanted(case))
+    assert torch.allclose(sums, AttentionOps().segment(case.q, case.k, case.v, row, 700, True, scale)[1], atol=1e-3)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="cuDNN needs a GPU")

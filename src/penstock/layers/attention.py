@@ -1,7 +1,9 @@
 """Self-attention with keys and values in the paged cache: its description, and the layer."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -273,7 +275,7 @@ class Attention:
 
     def _joined(self, q: torch.Tensor, step: Step, ranks: Group) -> torch.Tensor:
         """Attention where each rank has some of the keys. Of few queries, the ranks' results are joined by the logarithms of
-        their sums; of long segments, the keys come to each rank, which computes its own queries alone."""
+        their sums."""
         spec, table, library = self.spec, step.groups[self.group].table, step.library[self.work]
         if step.division is None or step.division.few:
             parts, sums = self._kernels.attention.striped(
@@ -282,25 +284,49 @@ class Attention:
             out = joined(parts, sums, ranks).to(q.dtype)
         else:
             out = torch.zeros_like(q)
-        for span in library:
-            assert step.division is not None
-            self._gathered(q, span, table[span.segment], step.division, ranks, out)
+        if step.division is not None:
+            self._long(q, library, table, step.division, ranks, out)
         return out
 
-    def _gathered(self, q: torch.Tensor, span: Span, row: torch.Tensor, division: TokenShare, ranks: Group,
-                  out: torch.Tensor) -> None:
-        """A long segment, of which this rank computes its pieces over the keys of all ranks."""
-        spec, length = self.spec, span.before + span.count
-        k, v, *beside = (None if one is None else gathered(one, row, length, ranks)
-                         for one in (self.k, self.v, *((self.scales.k, self.scales.v) if self.scales else ())))
-        assert k is not None and v is not None
-        scales = self.scales and Scales(self.scales.codec, *beside)
-        for piece in division.pieces:
-            if piece.segment == span.segment:
-                own = division.own[piece.first:piece.first + piece.count]
-                out.index_copy_(0, own, attend(
-                    self._kernels.attention, self._geometry(self.k.shape[2] * ranks.size), piece, q.index_select(0, own), k, v,
-                    spec.scale, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes, scales=scales))
+    def _long(self, q: torch.Tensor, library: Sequence[Span], table: torch.Tensor, division: TokenShare, ranks: Group,
+              out: torch.Tensor) -> None:
+        """Long segments. Each rank attends with all of their queries to its own keys of their contexts, and the ranks exchange
+        the results, as far as `AttentionOps.grain` allows. The keys behind come to each rank, for its own queries."""
+        spec, ops, page = self.spec, self._kernels.attention, self.k.shape[2] * ranks.size
+        geometry, apart = self._geometry(page), [0] * len(library)
+        for i, span in enumerate(library if self.sinks is None else ()):
+            if grain := ops.grain(geometry, span.count // (2 * ranks.size)):
+                apart[i] = span.before - span.before % math.lcm(page, ranks.size * grain)
+        come = list[Callable[[], Sequence[torch.Tensor]]]()
+        if any(apart):
+            parts = q.new_zeros(ranks.size * len(division.own), *q.shape[1:])
+            sums = torch.zeros(parts.shape[:2], device=q.device)
+            for span, first in zip(library, apart, strict=True):
+                if first:
+                    some = slice(span.first, span.first + span.count)
+                    both = ops.segment(q[some], self.k, self.v, table[span.segment], first // ranks.size, False, spec.scale,
+                                       self.scales)
+                    for every, one in zip((parts, sums), both, strict=True):
+                        every.index_copy_(0, division.places[some], one)
+            come = [ranks.exchange(one.unflatten(0, (ranks.size, -1))) for one in (parts, sums)]
+        for span, first in zip(library, apart, strict=True):
+            row, length = table[span.segment, first // page:], span.before + span.count - first
+            k, v, *beside = (None if one is None else gathered(one, row, length, ranks)
+                             for one in (self.k, self.v, *((self.scales.k, self.scales.v) if self.scales else ())))
+            assert k is not None and v is not None
+            scales = self.scales and Scales(self.scales.codec, *beside)
+            for piece in division.pieces:
+                if piece.segment == span.segment:
+                    some = slice(piece.first, piece.first + piece.count)
+                    own = division.own[some]
+                    queries = q.index_select(0, own)
+                    if first:
+                        found = ops.segment(queries, k, v, torch.arange(len(k), dtype=torch.int32, device=q.device),
+                                            piece.before - first, True, spec.scale, scales, partial(_arrived, come, some))[0]
+                    else:
+                        found = attend(ops, geometry, piece, queries, k, v, spec.scale, softcap=spec.softcap, sinks=self.sinks,
+                                       slopes=self.slopes, scales=scales)
+                    out.index_copy_(0, own, found)
 
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, cos: torch.Tensor | None,
                sin: torch.Tensor | None) -> torch.Tensor:
@@ -327,6 +353,12 @@ class Attention:
         return q, keys
 
 
+def _arrived(come: Sequence[Callable[[], Sequence[torch.Tensor]]], some: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Some rows of each rank's results and sums, which are waited for."""
+    parts, sums = (each() for each in come)
+    return [(part[some], of[some]) for part, of in zip(parts, sums, strict=True)]
+
+
 def joined(parts: torch.Tensor, sums: torch.Tensor, ranks: Group) -> torch.Tensor:
     """Attention [T, H, D] to the keys of all ranks, given what `AttentionOps.striped` found over this rank's."""
     weights = ranks.gather(sums).softmax(0)
@@ -350,8 +382,10 @@ def attend(ops: AttentionOps, geometry: Geometry, piece: Span, q: torch.Tensor, 
     found = None if library else ops.prepare(geometry, counts, contexts, 1, piece.count)
     work = q.new_zeros(1) if library else None if found is None else torch.from_numpy(found).to(q.device)
     numbers = torch.arange(len(k), dtype=torch.int32, device=q.device)[None]
-    borders = torch.tensor([0, piece.count, int(contexts[0])], dtype=torch.int32).to(q.device)
-    return ops.apply(q, k, v, numbers, borders[:2], borders[2:], scale, work=work, library=library, **how)
+    # Numbers from host memory would have the host wait for the device.
+    borders = torch.arange(2, dtype=torch.int32, device=q.device) * piece.count
+    context = torch.full((1,), piece.before + piece.count, dtype=torch.int32, device=q.device)
+    return ops.apply(q, k, v, numbers, borders, context, scale, work=work, library=library, **how)
 
 
 class HeadNorm:

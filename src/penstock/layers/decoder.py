@@ -151,7 +151,7 @@ class Decoder:
         if not any(self._parts) or self._taps or step.delta is not None:
             return None
         tokens = len(step.tokens) if step.division is None else len(step.division.own)
-        count = self.kernels.messages(tokens)
+        count = self.kernels.messages(tokens, tokens * self.spec.width * self.dtype.itemsize, group.copies)
         return Runs(group, tokens, count) if count > 1 else None
 
     def _end(self, delta: torch.Tensor | None, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:

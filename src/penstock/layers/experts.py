@@ -244,7 +244,8 @@ class Experts(Mixer):
         if ranks is not None:
             # Ranks that divide the layers have the same tokens: each sends a run of them.
             tokens = Tokens(*(one[ranks.rank * each:][:each] for one in tokens))
-        out = together(data, tokens, self._payload, self._messages(data.share), lambda x, places, shares: up.grouped.apply(
+        runs = self._messages(data.share, 0, False)
+        out = together(data, tokens, self._payload, runs, lambda x, places, shares: up.grouped.apply(
             x, places, shares, up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward))
         if ranks is None or not count:
             return out

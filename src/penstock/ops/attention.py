@@ -117,6 +117,10 @@ Rows = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(begin, end, size) -> keys and values [size, KV, D] of a segment's positions from `begin` on, zeros from `end` on."""
 
 
+Seen = Callable[[], Sequence[tuple[torch.Tensor, torch.Tensor]]]
+"""Returns results [N, H, D] of queries over some of their keys, with the logarithms of the softmax's sums [N, H] float32."""
+
+
 class AttentionOps:
     """An implementation of `attention`: `prepare` divides a step's work on the host, `apply` runs it on the device."""
 
@@ -196,6 +200,23 @@ class AttentionOps:
                             {span.segment for span in library})
         return out, sums.clamp_(min=LEAST)
 
+    def grain(self, geometry: Geometry, queries: int) -> int:
+        """`segment` takes multiples of so many positions for so many queries; 0: it takes none."""
+        return int(geometry.plain and not geometry.window)
+
+    def segment(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, before: int, own: bool,
+                scale: float, scales: Scales | None = None,
+                seen: Seen = tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of queries q [N, H, D] to the first `before` positions of a row [columns] of the block table; with `own`
+        also, causally, to the N positions behind them, which are theirs. `seen` returns results over other keys, to be joined.
+
+        Returns results [N, H, D] in q's dtype and the logarithms of the softmax's sums [N, H] float32."""
+        numbers = torch.tensor([0, len(q), before + len(q)], dtype=torch.int32, device=q.device)
+        found = partial(q, k_cache, v_cache, row[None], numbers[:2], numbers[2:], scale, scales=scales,
+                        most=before + own * len(q))
+        parts, sums = (torch.stack(each) for each in zip(found, *((out.float(), of) for out, of in seen()), strict=True))
+        return (parts * sums.softmax(0)[..., None]).sum(0).to(q.dtype), sums.logsumexp(0)
+
     def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, window: int = 0,
               slopes: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of every token to all of its segment: of q [T, H, D] to the step's own k and v [T, KV, D], of which nothing
@@ -225,10 +246,12 @@ class AttentionOps:
 def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
             context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
             slopes: torch.Tensor | None = None, scales: Scales | None = None, stripe: Stripe = WHOLE,
-            without: Collection[int] = (), tree: Tree | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, as `AttentionOps.apply`, over the keys of one stripe, for the segments that are not in `without`; sinks count
-    in the first stripe. Returns the results [T, H, D] and the logarithms of the softmax's sums [T, H], both float32: results
-    of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys."""
+            without: Collection[int] = (), tree: Tree | None = None,
+            most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, as `AttentionOps.apply`, over the keys of one stripe, or the first `most` of each segment, for the segments
+    that are not in `without`; sinks count in the first stripe. Returns the results [T, H, D] and the logarithms of the
+    softmax's sums [T, H], both float32: results of all stripes, weighted by the softmax of their logarithms, add up to
+    attention over all keys."""
     size, kv_heads = k_cache.shape[2], k_cache.shape[1]
     whole = size * stripe.of
     out = torch.zeros(*q.shape[:2], v_cache.shape[3] if scales is None else q.shape[2], device=q.device)
@@ -243,7 +266,7 @@ def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table
         pages = table[s, first:-(-length // whole)].long()
         places = torch.arange(len(pages) * size, device=q.device)
         key = (first + places // size) * whole + stripe.number * size + places % size
-        key = key[key < length]
+        key = key[key < (length if most is None else most)]
         keys, values = (_numbers(x, pages, len(key), *how) for x, how in zip((k_cache, v_cache), _codings(scales), strict=True))
         if window:
             # Stale slots of the first page may hold NaN, and zero weight times NaN is NaN.
@@ -272,7 +295,7 @@ def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table
             if sinks is not None and not stripe.number:
                 scores = torch.cat((scores, sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
             weights = scores.softmax(-1)[..., :len(key)]
-            if stripe.of > 1:
+            if stripe.of > 1 or most is not None:
                 found = scores.logsumexp(-1)
                 # A query may see none of the stripe's keys.
                 weights = weights.masked_fill(found.isneginf()[..., None], 0.0)

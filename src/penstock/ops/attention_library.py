@@ -4,7 +4,7 @@ The library supports neither block tables nor, in causal calls, a context before
 from their pages. A segment's own keys are one causal call; its context is cut into blocks of few sizes, one unmasked call each;
 the partial results are merged by their log-sum-exp. `attention_triton.py` computes all other segments."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from penstock.ops import gpu
-from penstock.ops.attention import Geometry, Ints, Rows, Span
+from penstock.ops.attention import Geometry, Ints, Rows, Seen, Span
 from penstock.ops.codec import Scales
 from penstock.ops.codec_triton import decoding
 
@@ -45,13 +45,16 @@ class _Part(NamedTuple):
     """[H, queries] float32: natural log-sum-exp of the scaled scores."""
 
 
+def takes(geometry: Geometry) -> bool:
+    """Whether the library computes attention of such heads."""
+    if not geometry.plain or geometry.window or geometry.itemsize != 2:
+        return False
+    return bool(geometry.tail or not (geometry.head_size > 256 or geometry.head_size % 8)) and available()
+
+
 def spans(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
     """Returns the segments of a step that the library computes (AttentionOps.library_spans)."""
-    if not geometry.plain or geometry.window or geometry.itemsize != 2:
-        return []
-    if not geometry.tail and (geometry.head_size > 256 or geometry.head_size % 8):
-        return []
-    if not available():
+    if not takes(geometry):
         return []
     first, before = np.cumsum(counts) - counts, context - counts
     behind = before % BLOCKS[-1]
@@ -86,7 +89,7 @@ def attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table:
             out[span.first:span.first + span.count] = one[:span.count]
     for span in chosen:
         if span.before:
-            rows = partial(_gathered, q, k_cache, v_cache, scales, table[span.segment])
+            rows = partial(gathered, q, k_cache, v_cache, scales, table[span.segment])
             continued(q, rows, scale, span, out[span.first:span.first + span.count], sinks)
 
 
@@ -133,10 +136,10 @@ def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     return found if sinks is None else _sunk(found, lse, sinks)
 
 
-def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor,
-              sinks: torch.Tensor | None = None) -> None:
-    """Computes a segment that follows `span.before` positions of context, from the keys and values of `rows`. q [T, H, D] of
-    the step; out [count, H, D], where D is the values'."""
+def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor, sinks: torch.Tensor | None = None,
+              seen: Seen = tuple) -> _Part:
+    """Computes a segment that follows `span.before` positions of context, from the keys and values of `rows`, and merges it
+    with what was `seen`. q [T, H, D] of the step; out [count, H, D], where D is the values'."""
     blocks = list(_blocks(span.before))
     # The library's causal mask begins at its first key. The keys between the last block and the segment's own keys belong to
     # the causal call too, so padding queries are inserted before the segment's own for these positions.
@@ -146,21 +149,42 @@ def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.
     if behind or padded != span.count:
         queries = q.new_zeros(max(length, behind + padded), *q.shape[1:])
         queries[behind:behind + span.count] = q[span.first:span.first + span.count]
-    parts: list[_Part] = []
-    begin = 0
-    for size in (*blocks, length):
-        causal = begin == span.before - behind
-        at = slice(0, length) if causal else slice(behind, behind + padded)
-        k, v = rows(begin, span.before + span.count if causal else begin + size, size)
-        found, lse = _call(queries[None, at], k[None], v[None], scale, causal)
-        own = slice(behind, behind + span.count) if causal else slice(0, span.count)
-        parts.append(_Part(found[0, own], lse[0, :, own]))
-        begin += size
-        if len(parts) == PARTS and not causal:
-            parts = [_join(parts, torch.empty_like(out, memory_format=torch.contiguous_format))]
-    whole = _join(parts, out)
+    parts = _over(queries[behind:behind + padded], span.count, rows, blocks, scale)
+    k, v = rows(sum(blocks), span.before + span.count, length)
+    found, lse = _call(queries[None, :length], k[None], v[None], scale, causal=True)
+    own = slice(behind, behind + span.count)
+    others = (_Part(one, sums.t().contiguous()) for one, sums in seen())
+    whole = _join(_few([*parts, _Part(found[0, own], lse[0, :, own]), *others], PARTS), out)
     if sinks is not None:
         _sunk(out, whole.lse, sinks)
+    return whole
+
+
+def segment(q: torch.Tensor, rows: Rows, scale: float, before: int, own: bool, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+    """`AttentionOps.segment`, given the keys and values; without `own`, `before` is a multiple of the smallest block."""
+    out, count = torch.empty_like(q), len(q)
+    if own:
+        return out, continued(q, rows, scale, Span(0, 0, count, before), out, None, seen).lse.t()
+    queries = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, _padded(count) - count))
+    return out, _join(_over(queries, count, rows, _blocks(before), scale), out).lse.t()
+
+
+def _over(queries: torch.Tensor, count: int, rows: Rows, blocks: Iterable[int], scale: float) -> list[_Part]:
+    """The results of the first `count` queries over blocks of keys, all of which they see."""
+    parts, begin = list[_Part](), 0
+    for size in blocks:
+        k, v = rows(begin, begin + size, size)
+        found, lse = _call(queries[None], k[None], v[None], scale, causal=False)
+        parts, begin = _few([*parts, _Part(found[0, :count], lse[0, :, :count])]), begin + size
+    return parts
+
+
+def _few(parts: list[_Part], most: int = PARTS - 1) -> list[_Part]:
+    """Merges the first ones until there are at most so many."""
+    while len(parts) > most:
+        merged = _join(parts[:PARTS], torch.empty_like(parts[0].out, memory_format=torch.contiguous_format))
+        parts = [merged, *parts[PARTS:]]
+    return parts
 
 
 def _blocks(before: int) -> Iterator[int]:
@@ -171,8 +195,8 @@ def _blocks(before: int) -> Iterator[int]:
             before -= size
 
 
-def _gathered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, row: torch.Tensor,
-              begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, row: torch.Tensor,
+             begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Rows` of a block table row of a cache of keys and values."""
     k, v = q.new_empty(2, 1, size, k_cache.shape[1], q.shape[2])
     _gather(k_cache, v_cache, scales, row[None], begin, end, k, v)

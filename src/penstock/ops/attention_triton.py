@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.ops import attention_library, attention_work, gpu
-from penstock.ops.attention import LEAST, WHOLE, AttentionOps, Geometry, Ints, Rows, SharedPrefixes, Span, Stripe, Tree
+from penstock.ops.attention import LEAST, WHOLE, AttentionOps, Geometry, Ints, Rows, Seen, SharedPrefixes, Span, Stripe, Tree
 from penstock.ops.attention_divider import Divider
 from penstock.ops.attention_work import Launch, Shape
 from penstock.ops.codec import Scales
@@ -112,6 +112,16 @@ class TritonAttention(AttentionOps):
         self._launch(launch, geometry, False, q, k_cache, v_cache, table, scale, softcap, None if stripe.number else sinks,
                      None, work, out, scales, sums)
         return out, sums
+
+    def grain(self, geometry: Geometry, queries: int) -> int:
+        long = queries >= attention_library.LONG and not self.invariant and attention_library.takes(geometry)
+        return attention_library.BLOCKS[-1] if long else 0
+
+    def segment(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, row: torch.Tensor, before: int, own: bool,
+                scale: float, scales: Scales | None = None,
+                seen: Seen = tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = partial(attention_library.gathered, q, k_cache, v_cache, scales, row)
+        return attention_library.segment(q, rows, scale, before, own, seen)
 
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
         attention_library.continued(q, rows, scale, span, out)

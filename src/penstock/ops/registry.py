@@ -54,7 +54,7 @@ class Kernels:
     experts: ExpertsOps
     """For stacks of plain matrices; `experts_for` says which serves another scheme."""
     payload: Payload
-    messages: Callable[[int], int]
+    messages: Callable[[int, int, bool], int]
     head_linear: latent.HeadLinearOps
     attention: AttentionOps
     lora: LoraOps

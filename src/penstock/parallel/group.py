@@ -99,6 +99,11 @@ class Group:
         if self._peers is not None:
             self._peers.release(turn)
 
+    @property
+    def copies(self) -> bool:
+        """Whether copy engines carry long messages now."""
+        return self._peers is not None and self._peers.copies
+
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' x, which may be overwritten, in x's dtype."""
         if self._peers is not None and self._peers.takes(x):
@@ -130,9 +135,21 @@ class Group:
             return self._peers.reduce(x)[self.rank]
         return added(self._exchanged(x)().unbind())
 
+    def exchange(self, x: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
+        """Begins to send x [size, ...], each rank its part; a call waits for the parts x[rank] of every rank's x."""
+        other = 1 - self.rank
+        if self._peers is not None and self._peers.sends(x[other]):
+            came = self._peers.send(x[other])
+            return lambda: [came(), x[1]] if self.rank else [x[0], came()]
+        arrived = self._exchanged(x, True)
+        return lambda: arrived().unbind()
+
     def begin(self, x: torch.Tensor, share: bool) -> Callable[[], torch.Tensor]:
         """Begins the sum of the ranks' x [T, ...], which may be overwritten; a call waits for it. `share`: only of this rank's
         share of the rows, of which there are equally many for each rank."""
+        if self._peers is not None and not share and self._peers.sends(x):
+            other = self._peers.send(x)
+            return lambda: x.add_(other())
         if self._sums and not share:
             work = self._reduce(x, group=self._group, async_op=True)
             return lambda: (work.wait(), x)[1]

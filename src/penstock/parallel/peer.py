@@ -1,12 +1,15 @@
-"""Short messages between GPUs of one machine through memory that all map (CUDA's IPC), by the kernel of peer_kernel.py."""
+"""Messages between GPUs of one machine through memory that all map (CUDA's IPC): short ones by the kernel of peer_kernel.py,
+long ones between two ranks by the copy engines, which take no multiprocessor from the kernels beside them."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from penstock.ops import gpu
+from penstock.ops.messages import LONG, MOST as MOST_RUNS
 from penstock.parallel.layout import shares_from
 
 _PEER_ACCESS = 1
@@ -64,8 +67,22 @@ class Memory:
         self._unused.append(self)
 
 
+    def view(self, at: int, nbytes: int) -> torch.Tensor:
+        """The bytes from `at` on, without a copy."""
+        given = {"shape": (nbytes,), "typestr": "|u1", "data": (self.address.value + at, False), "version": 3}
+        return torch.as_tensor(type("_", (), {"__cuda_array_interface__": given})(), device=self._stream.device)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    found, stream, address, word = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
+    found.cuMemcpyDtoDAsync_v2.argtypes = address, address, ctypes.c_size_t, stream
+    found.cuStreamWriteValue32_v2.argtypes = found.cuStreamWaitValue32_v2.argtypes = stream, address, word, word
+    return found
+
+
 def _call(name: str, *arguments: Any) -> None:
-    code = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    code = getattr(_driver(), name)(*arguments)
     if code:
         raise RuntimeError(f"{name} failed with CUDA's error {code}")
 
@@ -80,6 +97,9 @@ _SHORT = 1 << 17, 1 << 19
 """The most bytes of a message for two ranks, from which on NCCL is faster (bench/gpu_peers.py), and for more."""
 _SUMMED = 1 << 17, ROOM
 """The same of sums. For two ranks one-shot moves no more than any other way; more make long ones in shares."""
+_PLACES = 2 * MOST_RUNS
+"""Places of long messages, used in turn: twice as many as a layer's branch may have. A rank sends those of the next branch when
+it has the other's of this one, so the other has read those of the branch before."""
 _LATE = 0, 1 << 30, -1 << 31, -1 << 30
 """Epochs of which one is later than any that is waited for, by less than half of the circle."""
 _TYPES = torch.bfloat16, torch.float16, torch.float32
@@ -148,7 +168,7 @@ class Shared(Peers):
         """`group`: torch's, of the ranks. RuntimeError on all of them if their GPUs cannot map each other's memory."""
         why, own, addresses = "", None, []
         try:
-            own = Memory.of(Peers.nbytes(size), device)
+            own = Memory.of(Peers.nbytes(size) + (_PLACES * (LONG + 4) if size == 2 else 0), device)
         except RuntimeError as error:
             why = str(error)
         handles = _gathered(own.handle if own is not None else bytes(64), size, device, group)
@@ -164,14 +184,55 @@ class Shared(Peers):
             raise RuntimeError(why or "another rank's GPU cannot")
         super().__init__(rank, size, addresses, device)
         self._memory, half = own, self.nbytes(size) // 2
+        self._own, self._peer, self._long, self._sent = addresses[rank], addresses[rank - 1], self.nbytes(size), 0
+        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        """Of copies, each of one half: of one alone the link is idle in part."""
+        self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(_PLACES)]
+        self._arrivals = own.view(self._long, _PLACES * LONG).view(_PLACES, LONG).unbind() if size == 2 else ()
         self._flags_at = tuple(at + 2 * size * ROOM for at in (0, half))
         # Pinned now, as pinning waits for kernels that wait for peers.
         self._late = [torch.full((size * MOST,), epoch, dtype=torch.int32, pin_memory=True) for epoch in _LATE]
 
     def release(self, turn: int) -> None:
-        """Ends the wait of kernels for peers that are lost, in one of several turns in a row."""
+        """Ends the wait of kernels and streams for peers that are lost, in one of several turns in a row."""
+        late = self._late[turn % len(_LATE)]
         for at in self._flags_at:
-            self._memory.write(at, self._late[turn % len(_LATE)])
+            self._memory.write(at, late)
+        if self._size == 2:
+            self._memory.write(self._long + _PLACES * LONG, late[:_PLACES])
+
+    @property
+    def copies(self) -> bool:
+        """Whether long messages are sent by copies: between two ranks, and not in CUDA graphs, which would replay the numbers
+        of messages."""
+        return self._size == 2 and not torch.cuda.is_current_stream_capturing()
+
+    def sends(self, x: torch.Tensor) -> bool:
+        """Whether `send` serves x."""
+        return x.nbytes <= LONG and x.is_contiguous() and self.copies
+
+    def send(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to copy x to the other of two ranks, behind what the stream computes now. A call has the stream wait for the
+        other's x, which is returned, and for the end of this copy. At most four are under way."""
+        place, epoch = self._sent % _PLACES, self._sent // _PLACES + 1 & 0xFFFFFFFF
+        self._sent += 1
+        at, flag = self._long + place * LONG, self._long + _PLACES * LONG + 4 * place
+        stream, (last, *_), (made, copied), first = torch.cuda.current_stream(x.device), self._streams, self._events[place], 0
+        made.record(stream)
+        for one, end in zip(reversed(self._streams), (x.nbytes // 32 * 16, x.nbytes), strict=True):
+            one.wait_event(made)
+            _call("cuMemcpyDtoDAsync_v2", self._peer + at + first, x.data_ptr() + first, end - first, one.cuda_stream)
+            copied.record(one)
+            last.wait_event(copied)
+            first = end
+        _call("cuStreamWriteValue32_v2", last.cuda_stream, self._peer + flag, epoch, 0)
+
+        def arrived() -> torch.Tensor:
+            stream.wait_event(copied)
+            _call("cuStreamWaitValue32_v2", stream.cuda_stream, self._own + flag, epoch, 0)
+            return self._arrivals[place][:x.nbytes].view(x.dtype).view_as(x)
+
+        return arrived
 
     def close(self) -> None:
         """Lets go of the memory."""
