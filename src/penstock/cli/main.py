@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock import __version__
-from penstock.config.flags import Parser, nearest
+from penstock.config.flags import Parser, nearest, with_flags
+from penstock.config.schema import OPTIONS
 from penstock.core.errors import PenstockError
 
 COMMANDS = {
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except PenstockError as error:
-        print(f"penstock: {_in_flags(str(error))}", file=sys.stderr)
+        print(f"penstock: {with_flags(str(error), *OPTIONS)}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -58,14 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone. Point stdout elsewhere, or the exit's flush fails too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
-
-
-def _in_flags(message: str) -> str:
-    """An error in the words of the command line: options are called by their flags."""
-    from penstock.config.flags import with_flags
-    from penstock.config.schema import OPTIONS
-
-    return with_flags(message, *OPTIONS)
 
 
 def _dispatch(words: list[str]) -> int:
