@@ -117,7 +117,9 @@ class Adaptive(Policy):
             kind = self._gone.pop(self._fingerprint(node, block), None)
             if kind is not None:
                 again = True
-                self._learn(kind)
+                step = self._WATCHED * max(1.0, self._counts[1 - kind] / self._counts[kind])
+                self._counts[kind] -= 1
+                self.target = min(float(self._pages), max(0.0, self.target + (-step if kind else step)))
         return again
 
     def evicted(self, node: Node) -> None:
@@ -131,12 +133,6 @@ class Adaptive(Policy):
             self._gone[seen] = kind
             if len(self._gone) * self._WATCHED > self._pages:
                 self._counts[self._gone.popitem(last=False)[1]] -= 1
-
-    def _learn(self, kind: int) -> None:
-        """Moves the target after the return of a ghost of this kind."""
-        step = self._WATCHED * max(1.0, self._counts[1 - kind] / self._counts[kind])
-        self._counts[kind] -= 1
-        self.target = min(float(self._pages), max(0.0, self.target + (-step if kind else step)))
 
     def _watched(self, node: Node, first: int) -> range:
         """The sampled blocks of a node from `first` on: every fourth block, counted from the root."""

@@ -223,13 +223,13 @@ class Cache:
         return found
 
     def has_room(self, sequence: Sequence, upto: int) -> bool:
-        """True if the idle slabs suffice to compute positions [planned, upto) at once, while no other sequence grows."""
+        """True if the slabs without a held page suffice to compute positions [planned, upto) at once, while no other grows."""
         slabs = 0
         for g, group in enumerate(self.layout.groups):
             held = len(sequence.pages[g].ids) if sequence.pages else 0
             pages = min(-(-upto // self.layout.page) - held, self.layout.pages_for(group, upto, upto)) + 1
             slabs += -(-pages // group.per_slab)
-        return slabs <= self.pools.slabs_idle
+        return slabs <= self.layout.slabs - self.pools.slabs_live
 
     def _drop_behind(self, g: int, sequence: Sequence, start: int, certain: bool) -> None:
         """Releases the pages that no position from `start` on needs, such as pages behind a sliding window. With `certain`,

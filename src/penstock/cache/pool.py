@@ -46,11 +46,6 @@ class Pools:
         """The number of slabs with at least one page that is not free."""
         return self.layout.slabs - len(self._slabs)
 
-    @property
-    def slabs_idle(self) -> int:
-        """The number of slabs that are free, or would be if every page without a holder were evicted."""
-        return self.layout.slabs - self.slabs_live
-
     def available(self, group: int) -> int:
         """The number of pages that `take` can allocate now without eviction."""
         return self._spare[group] + len(self._slabs) * self.layout.groups[group].per_slab
