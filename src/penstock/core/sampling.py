@@ -153,11 +153,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             self.logprobs = len(self.logprob_token_ids)
 
     @property
-    def constrained(self) -> bool:
-        """Whether tokens are chosen under a mask."""
-        return self.grammar is not None or self.max_thinking_tokens is not None
-
-    @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 

@@ -86,11 +86,6 @@ def json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
     return grammar
 
 
-def is_json(grammar: str) -> bool:
-    """Whether a grammar's texts have values of JSON in them."""
-    return grammar.startswith("{") or "%json" in grammar
-
-
 def node_grammar(node: Node, special: dict[str, int]) -> str:
     """Returns the grammar of a dialect's structure (`grammar/tools.py`). `special` maps the special tokens' texts to ids."""
     grammar = _lark(lark_of(node, special))
@@ -174,14 +169,11 @@ def _fault(grammar: str, size: int = 257) -> str:
     matcher = LLMatcher(_bytes_tokenizer(size), grammar, log_level=0, limits=limits())
     matcher.compute_bitmask()
     if matcher.is_error():
-        return _first_lines(matcher.get_error())
+        lines = matcher.get_error().split("<state>")[0].splitlines()[:4]
+        return " ".join(line.strip() for line in lines if line.strip(" ^|"))[:500]
     if matcher.is_stopped() and not matcher.is_accepting():
         return "no text is valid under it"
     return ""
-
-
-def _first_lines(message: str) -> str:
-    return " ".join(line.strip() for line in message.split("<state>")[0].splitlines()[:4] if line.strip(" ^|"))[:500]
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from penstock.core.masking import MaskedSegment
 from penstock.core.plan import Ints, Masks
 from penstock.core.request import Request, Sequence
 from penstock.grammar.compiling import Compiler, parallel
-from penstock.grammar.definition import is_json
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -53,7 +52,8 @@ class GrammarState:
         self.least = sequence.prompt_len + params.min_tokens
         """Minimum length of the sequence, in tokens, before it may end."""
         self.stops = sorted(sequence.stops)
-        self.json = is_json(params.grammar or "")
+        grammar = params.grammar or ""
+        self.json = grammar.startswith("{") or "%json" in grammar
         """Whether numbers of JSON may occur."""
 
 
@@ -83,7 +83,7 @@ class Masker:
 
     def wants(self, request: Request) -> bool:
         """Returns whether the request's tokens are chosen under a mask."""
-        return request.params.constrained
+        return request.params.grammar is not None or request.params.max_thinking_tokens is not None
 
     def masks(self, segments: List[MaskedSegment]) -> Masks:
         """Returns one mask for each token that the segments choose, in their order."""

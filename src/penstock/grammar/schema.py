@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 from penstock.core.errors import RequestError
 from penstock.grammar.formats import ENCODINGS, KNOWN, schema_of
@@ -72,7 +73,7 @@ def resolve_in(root: Any, reference: str) -> Any:
         return _anchored(root, fragment)
     found = root
     for part in fragment.split("/")[1:]:
-        name = _unescaped(part)
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and name in found:
             found = found[name]
         elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
@@ -80,12 +81,6 @@ def resolve_in(root: Any, reference: str) -> Any:
         else:
             raise KeyError(reference)
     return found
-
-
-def _unescaped(part: str) -> str:
-    from urllib.parse import unquote
-
-    return unquote(part).replace("~1", "/").replace("~0", "~")
 
 
 def _anchored(root: Any, name: str) -> Any:
