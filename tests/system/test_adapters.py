@@ -189,7 +189,7 @@ def test_steps_run_while_an_adapter_is_read(monkeypatch: pytest.MonkeyPatch) -> 
             engine.turn()
         assert not found.done()
         reading.set()
-        name = engine.adapter_loaded(found) if found.result(60) else ""
+        name = engine.adapters.take(found) if found.result(60) else ""
         engine.submit(llm.inputs.request("after", "Hello", GREEDY, adapter=name))
         while engine.busy:
             engine.turn()
@@ -197,7 +197,7 @@ def test_steps_run_while_an_adapter_is_read(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(RequestError, match="adapter_config"):
             broken.result(60)
         with pytest.raises(RequestError):
-            engine.adapter_loaded(broken)
+            engine.adapters.take(broken)
         engine.remove_adapter(name)
         assert not engine.adapters._names and name not in engine.rank.worker.adapters.host  # type: ignore[attr-defined]
 

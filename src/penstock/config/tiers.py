@@ -28,11 +28,6 @@ class TierPlan:
     ranks: int = 1
 
 
-def names_leave(options: EngineOptions) -> bool:
-    """True if the cache's keys are seen outside the process: by a store that outlives it, or by subscribers to its events."""
-    return options.cache_disk is not None or options.cache_remote is not None or bool(options.kv_events_config)
-
-
 def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     """Raises ConfigError for sizes that could not hold a page, and for settings of tiers that are not there."""
     stores = options.cache_disk is not None or options.cache_remote is not None

@@ -124,11 +124,6 @@ class AsyncLLM:
         return self.options.model
 
     @property
-    def disk(self) -> tuple[str | None, bool]:
-        """The options cache_disk and cache_disk_adopt."""
-        return self.options.cache_disk, self.options.cache_disk_adopt
-
-    @property
     def errored(self) -> bool:
         return self.dead is not None
 

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.cache.manager import Cache
 from penstock.config.resolve import LORA_RANK, memory_limits, plan_memory, resolve
 from penstock.config.schema import EngineOptions, place
-from penstock.config.tiers import names_leave, plan_tiers
+from penstock.config.tiers import plan_tiers
 from penstock.core import service
 from penstock.core.errors import ConfigError, EngineDeadError, PenstockError, RequestError
 from penstock.core.plan import Masks, StepPlan
@@ -98,7 +98,9 @@ class Engine:
                                         survey.whole)
         self.rank.check(config)
         weights = Weights(options.model, survey.folder, options.load_format, options.seed)
-        self._naming = Naming(weights, names_leave(options))
+        # By a store that outlives the process, or by subscribers to its events.
+        seen = options.cache_disk is not None or options.cache_remote is not None or bool(options.kv_events_config)
+        self._naming = Naming(weights, leave=seen)
         undo.callback(self._naming.close)
         loaded = self.rank.load(progress)
         self.memory = plan = plan_memory(memory_limits(options), config, loaded.states, loaded.weight_bytes, loaded.step_bytes,
@@ -198,12 +200,8 @@ class Engine:
         return self.adapters.add(folder)
 
     def load_adapter(self, folder: str) -> Future[str]:
-        """Begins to read an adapter folder while steps run; the future is `adapter_loaded`'s argument once it is done."""
+        """Begins to read an adapter folder while steps run; once it is done, `Adapters.take` must be given the future."""
         return self.adapters.load(folder)
-
-    def adapter_loaded(self, found: Future[str]) -> str:
-        """As `add_adapter`, for an adapter that has been read."""
-        return self.adapters.take(found)
 
     def remove_adapter(self, name: str) -> bool:
         """Forgets an adapter once its requests have ended. Always possible: True."""

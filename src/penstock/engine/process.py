@@ -144,7 +144,7 @@ class Loop:
             worked = worked or engine.busy
             updates = engine.turn(self._listen) if engine.busy or engine.writing else []
             for key in [key for key, found in self._reading.items() if found.done()]:
-                self._reply(key, partial(engine.adapter_loaded, self._reading.pop(key)))
+                self._reply(key, partial(engine.adapters.take, self._reading.pop(key)))
             now = time.monotonic()
             admitted = self._decided(now) if self._undecided else []
             idle = not engine.busy

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -216,7 +217,8 @@ def main() -> None:
     os.dup2(2, 1)
     setup = msgspec.msgpack.decode(_receive(source), type=Setup)
     template = ChatTemplate(setup.sources, setup.variables)
-    limit = _virtual_bytes() + MEMORY_BYTES
+    # The address space's present size, in pages.
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     decode = msgspec.msgpack.Decoder(Conversation).decode
     while True:
@@ -249,12 +251,6 @@ def _receive(source: BinaryIO) -> bytes:
         sys.stderr.flush()
         os._exit(0)
     return data
-
-
-def _virtual_bytes() -> int:
-    """The current size of this process's address space in bytes."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class State:
         """The folder for profiles of the ranks."""
         llm = self.llm
         self.created = int(time.time())
-        self.tenants = Tenants(options, *llm.disk)
+        self.tenants = Tenants(options, llm.options.cache_disk, llm.options.cache_disk_adopt)
         self.limits = Limits(options)
         self.store = Store(options.store, options.store_bytes, options.store_days)
         self.draining = False
