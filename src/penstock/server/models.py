@@ -172,15 +172,10 @@ class Folder:
         for folder in sorted(self._path.iterdir()):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 files = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
-                if self._bases is None or self._base(folder) in self._bases:
+                config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+                if self._bases is None or Path(str(config.get("base_model_name_or_path"))).name in self._bases:
                     stamps[folder.name] = [number for file in files for number in (file.st_mtime_ns, file.st_size)]
         return stamps
-
-    def _base(self, folder: Path) -> str:
-        """The last part of the name of the model that an adapter was trained for."""
-        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
-        return Path(str(config.get("base_model_name_or_path"))).name
-
 
 class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
     """The body of /v1/load_lora_adapter."""

@@ -5,7 +5,6 @@ were being answered are asked again, so that each has one answer. `Batches` has 
 
 import asyncio
 import contextlib
-import functools
 import time
 import uuid
 from collections import Counter, deque
@@ -111,8 +110,7 @@ class Runner:
                 await asyncio.sleep(STORE_SECONDS)
         except RequestError as error:
             # Its file has gone.
-            await self._change(named, status="failed", failed_at=int(time.time()),
-                               errors=_errors([{"code": error.code, "line": None, "message": error.message, "param": None}]))
+            await self._fail(named, [{"code": error.code, "line": None, "message": error.message, "param": None}])
         except Exception:
             LOG.exception("the batch %s stopped; it goes on at the next start", named.name)
             raise
@@ -137,7 +135,7 @@ class Runner:
         batch, content, done, failed = await self.state.store.run(read)
         asks, errors = await asyncio.to_thread(parse, content, batch["endpoint"])
         if errors:
-            await self._change(named, status="failed", failed_at=int(time.time()), errors=_errors(errors))
+            await self._fail(named, errors)
             return
         counts = {"total": len(asks), "completed": len(done) - failed, "failed": failed}
         if batch["status"] == "validating":
@@ -165,7 +163,7 @@ class Runner:
                 if slot is not None:
                     self._flying[slot] += 1
                     task = asyncio.create_task(self._ask(named, slot, waiting[slot].popleft(), counts))
-                    task.add_done_callback(functools.partial(self._landed, slot))
+                    task.add_done_callback(lambda _, slot=slot: self._flying.subtract([slot]))
                     pending.add(task)
                     continue
                 if not pending and not any(waiting.values()):
@@ -180,9 +178,6 @@ class Runner:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-
-    def _landed(self, slot: Slot, _: asyncio.Task[None]) -> None:
-        self._flying[slot] -= 1
 
     def _next(self, waiting: dict[Slot, deque[Ask]], busy: bool) -> Slot | None:
         """The model whose next line may be asked now. One that is not loaded waits while lines of others run (`busy`)."""
@@ -269,6 +264,9 @@ class Runner:
 
         await self.state.store.run(work)
 
+    async def _fail(self, named: Ref, errors: list[dict[str, Any]]) -> None:
+        await self._change(named, status="failed", failed_at=int(time.time()), errors={"object": "list", "data": errors})
+
     async def _change(self, named: Ref, **fields: Any) -> Batch:
         def work(database: Database) -> Batch:
             batch = {**named.read(database), **fields}
@@ -276,10 +274,6 @@ class Runner:
             return batch
 
         return await self.state.store.run(work)
-
-
-def _errors(data: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"object": "list", "data": data}
 
 
 _STEM = "batch_"

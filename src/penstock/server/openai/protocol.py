@@ -346,10 +346,6 @@ class ToolChoice(NamedTool, kw_only=True):
         """The tools that may be called."""
         return [tool.name() for tool in ([self] if self.allowed_tools is None else self.allowed_tools.tools)]
 
-    def must(self) -> bool:
-        """True if one of them must be called."""
-        return self.allowed_tools is None or self.allowed_tools.mode == "required"
-
 
 class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(min_length=1)]

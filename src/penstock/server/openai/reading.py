@@ -81,7 +81,9 @@ def offered(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
 def forced(body: ChatRequest) -> bool:
     """Whether the answer must be a call."""
     choice = body.tool_choice
-    return choice == "required" or (choice is not None and not isinstance(choice, str) and choice.must())
+    if choice is None or isinstance(choice, str):
+        return choice == "required"
+    return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
 
 
 def strict(body: ChatRequest, tools: list[dict[str, Any]]) -> bool:
