@@ -292,7 +292,8 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
             segment, token, queries, position = _cut_at_units(segment, token, queries, position)
         segment, token, queries, position = _cut(segment, token, queries, position, shape.queries)
     end = position + queries
-    unit = np.maximum(FIRST_UNIT, _power_of_two(-(-end // UNITS))) if invariant else np.int32(shape.block_n)
+    unit = (np.maximum(FIRST_UNIT, 2 ** np.ceil(np.log2(-(-end // UNITS)))).astype(np.int32) if invariant
+            else np.int32(shape.block_n))
     begin = np.zeros_like(end)
     if geometry.window:
         # With slack, the first query may be earlier: include the window of the earliest position.
@@ -395,11 +396,6 @@ def _last_round(items: Ints, keys: Ints, split: int, room: int) -> Ints:
         short = np.argpartition(keys, rest)[:rest]
         items[short] = np.clip(keys[short] // WORTH, 1, parts)
     return items
-
-
-def _power_of_two(number: Ints) -> Ints:
-    """Returns the smallest power of two not below `number`."""
-    return (2 ** np.ceil(np.log2(number))).astype(np.int32)
 
 
 def _cut(segment: Ints, token: Ints, queries: Ints, position: Ints, most: int) -> tuple[Ints, Ints, Ints, Ints]:

@@ -35,11 +35,6 @@ def implementations(op: str) -> list[Implementation]:
     return sorted(TABLE[op].values(), key=lambda i: (i.name != "reference", i.rank))
 
 
-def operations() -> list[str]:
-    load()
-    return sorted(TABLE)
-
-
 def load() -> None:
     """Imports every provider."""
     for module in _MODULES:

@@ -79,8 +79,10 @@ def _gpu(index: int) -> DeviceFacts:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device cuda:{index} cannot be used by torch {torch.__version__}: {_first_sentence(error)}; install "
-                          "a CUDA build of torch and a driver that is new enough for it, or use --device cpu") from None
+        # Without torch's advice.
+        why = first_line(error).split(". ")[0].rstrip(".:")
+        raise ConfigError(f"device cuda:{index} cannot be used by torch {torch.__version__}: {why}; install a CUDA build of "
+                          "torch and a driver that is new enough for it, or use --device cpu") from None
     count = torch.cuda.device_count()
     if index >= count:
         names = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
@@ -103,11 +105,6 @@ def _capability(name: str) -> tuple[int, int]:
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
-
-
-def _first_sentence(error: BaseException) -> str:
-    """The first sentence of torch's message, without its advice."""
-    return first_line(error).split(". ")[0].rstrip(".:")
 
 
 def device_name(asked: str, facts: DeviceFacts) -> str:
