@@ -20,7 +20,6 @@ class Joining:
         self._begins: dict[Sequence, Begin] = {}
 
     def __bool__(self) -> bool:
-        """True if there is any leader."""
         return bool(self._begins)
 
     def lead(self, sequence: Sequence, packed: bytearray) -> None:
@@ -41,7 +40,6 @@ class Joining:
                 del self._leaders[begin]
 
     def clear(self) -> None:
-        """Unregisters all leaders."""
         self._leaders.clear()
         self._begins.clear()
 

@@ -20,8 +20,6 @@ from penstock.core.request import Sequence
 
 
 class _Load(NamedTuple):
-    """One in-flight load."""
-
     namespace: tuple[str, str, str]
     """Adapter, salt and tenant."""
     deepest: Node
@@ -54,7 +52,6 @@ class Loading:
         """Tickets of loads that were in flight when the cache was reset; their pages are dropped."""
 
     def __bool__(self) -> bool:
-        """True if any load is in flight."""
         return bool(self._loads)
 
     def ask(self, sequence: Sequence) -> bool:

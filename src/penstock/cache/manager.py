@@ -403,7 +403,6 @@ class Cache:
             plan.transfers += self.tiers.drain()
 
     def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
-        """Processes the results of a plan's transfers."""
         if self.tiers is None or self.loading is None:
             return
         for result in load_results:
@@ -418,7 +417,6 @@ class Cache:
         return self.pools.slabs_live / max(1, self.layout.slabs)
 
     def stats(self) -> list[TierStats]:
-        """Statistics of the device and of the tiers behind it."""
         behind = self.tiers.stats() if self.tiers is not None else []
         # Pages that leave the device go to the nearest tier.
         device = TierStats("device", self.layout.nbytes, self.pools.slabs_used * self.layout.slab_bytes,

@@ -110,7 +110,6 @@ class Pools:
         return self._holders[group][page] > 1 or self._kept[group][page] == 1
 
     def holders(self, group: int, page: int) -> int:
-        """The number of holders of a page."""
         return self._holders[group][page]
 
     def marks(self, group: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

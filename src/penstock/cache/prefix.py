@@ -227,7 +227,6 @@ class Prefix:
             self.use(node)
 
     def use(self, node: Node) -> None:
-        """Counts one more use of a node."""
         if not node.uses and node.parent is not None:
             self.blocks[0] -= node.blocks
             self.blocks[1] += node.blocks
@@ -266,7 +265,6 @@ class Prefix:
                 self.stored(node, group, [first + i for i, page in enumerate(ids) if page >= 0])
 
     def drop(self, node: Node, group: int, block: int) -> None:
-        """Removes one page from the index."""
         page = node.pages[group][block]
         if self.removed is not None and len(node.tokens) >= self.width:
             self.removed(node, group, block)
@@ -340,7 +338,6 @@ class Prefix:
             del self.roots[parent.label[:2]]
 
     def clear(self) -> None:
-        """Removes everything from the index."""
         for node in list(self.nodes()):
             node.gone = True
             for g, ids in enumerate(node.pages):

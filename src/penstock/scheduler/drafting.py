@@ -355,5 +355,4 @@ def _expected(sequence: Sequence) -> list[int]:
 
 
 def draft_policy(asked: Speculation, times: StepTime) -> DraftPolicy:
-    """The policy that the options ask for."""
     return Adaptive(asked.most, times, asked.tree is not None) if asked.adaptive else DraftPolicy(asked.most)

@@ -159,7 +159,6 @@ class Order:
         return list(self._groups)
 
     def heads(self) -> list[Sequence]:
-        """The first sequence of each group."""
         return [group[0][2] for group in self._groups.values()]
 
     def before(self, group: str, key: Key) -> list[Sequence]:
@@ -174,7 +173,6 @@ class Order:
         insort(self._groups.setdefault(self._policy.group(sequence), []), entry)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence."""
         entry, name = self._entries.pop(sequence), self._policy.group(sequence)
         group = self._groups[name]
         del group[bisect_left(group, entry)]

@@ -70,7 +70,6 @@ class Promises(Policy):
         """Part of promises between tokens that steps leave free, by class, as answers have been found to keep them."""
 
     def service(self, sequence: Sequence) -> Service:
-        """The class of a sequence."""
         return self.classes[sequence.request.tier]
 
     def arrive(self, sequence: Sequence) -> None:

@@ -78,7 +78,6 @@ class Queues:
         self._stats = stats
 
     def wait(self, sequence: Sequence) -> None:
-        """A sequence begins to wait."""
         self.waiting.add(sequence)
         self.asking[sequence.request.owner] += 1
         self.ranks[sequence.request.owner] = self.policy.rank(sequence)

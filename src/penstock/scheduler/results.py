@@ -10,7 +10,6 @@ from penstock.scheduler.drafting import Drafts
 
 
 def tokens(result: StepResult) -> list[list[int]]:
-    """Returns the kept tokens of each segment."""
     found, kept = result.tokens.tolist(), result.kept.tolist()
     if len(found) == len(kept) == kept.count(1):
         return [[token] for token in found]

@@ -50,7 +50,6 @@ class InFlight:
     """Of LIMITS: what binds it beside the device."""
 
     def add(self, sequence: Sequence, count: int) -> None:
-        """Adds a segment."""
         self.sequences.append(sequence)
         self.counts.append(count)
 

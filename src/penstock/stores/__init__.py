@@ -10,8 +10,6 @@ from penstock.core.plan import PageName
 
 
 class Entry(NamedTuple):
-    """An entry of a store's listing."""
-
     name: PageName | str
     """A page of this store's version, or an opaque name for anything else that occupies its room."""
     nbytes: int

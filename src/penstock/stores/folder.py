@@ -49,12 +49,10 @@ class CacheFolder:
     path: Path
 
     def versions(self) -> Iterator[Path]:
-        """The folders of versions."""
         yield from _folders(self.path / PAGES, _VERSION)
 
     @staticmethod
     def buckets(version: Path) -> Iterator[Path]:
-        """The folders of pages of a version."""
         yield from _folders(version, _BUCKET)
 
     def incoming(self) -> Iterator[os.DirEntry[str]]:

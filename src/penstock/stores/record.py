@@ -46,7 +46,6 @@ def checksum(page: memoryview, sums: Sums | None = None) -> int:
 
 
 def header(version: bytes, name: PageName, page: memoryview) -> bytes:
-    """The header of a page."""
     fields = _FIELDS.pack(MAGIC, version, name.group, name.key, page.nbytes, checksum(page))
     return (fields + _CRC.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
 

@@ -19,8 +19,6 @@ from penstock.worker.rows import Staging, upload
 
 
 class Adapters:
-    """All adapters of one worker."""
-
     def __init__(self, rows: int, slabs: Slabs | None, ops: LoraOps, device: torch.device) -> None:
         """`slabs`: None if adapters are not served."""
         self.slabs = slabs

@@ -16,7 +16,6 @@ class Clock:
         self._next = 0
 
     def start(self) -> "Interval":
-        """Returns an interval that begins now."""
         interval = self._intervals[self._next]
         self._next = (self._next + 1) % _KEPT
         interval.begin()

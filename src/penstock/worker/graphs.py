@@ -269,6 +269,5 @@ class Runner:
         return Bucket(lockstep.most, lockstep.most) if lockstep.begin(tokens, decodes) else None
 
     def _pass_on(self, stream: torch.Tensor, copied: bool = False) -> None:
-        """Sends a stage's result to the next."""
         if self.pipe is not None and not self.model.spec.ends:
             self.pipe.send(stream.clone() if copied else stream)

@@ -153,7 +153,6 @@ class Fence:
             event.synchronize()
 
     def passed(self) -> bool:
-        """Whether the work is done."""
         if not self._future.done():
             return False
         event = self._future.result()

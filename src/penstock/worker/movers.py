@@ -292,7 +292,6 @@ class Movers:
         return pages if self._ageing is None else self._ageing.young(group, pages, count, self._device)
 
     def _write(self, writings: list[Write], saved: Fence) -> None:
-        """Writes pages from the host to a store."""
         saved.wait()
         for writing in writings:
             store, ok, began = self._stores[writing.store], False, time.perf_counter()

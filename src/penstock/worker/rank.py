@@ -196,7 +196,6 @@ class Rank:
         return [model] if draft is None else [model, draft]
 
     def _join(self) -> Mesh:
-        """Meets the other ranks."""
         return join(self._place, self._device, not self._options.disable_custom_all_reduce and self._options.nnodes == 1)
 
     def _working(self, model: models.Decoder) -> memory.Working:

@@ -113,8 +113,6 @@ class TierPolicy:
 
 @dataclass(slots=True)
 class _Loading:
-    """An in-flight load."""
-
     pieces: list[Piece]
     nbytes: dict[str, int]
     """Bytes by source tier."""
@@ -239,7 +237,6 @@ class Hierarchy:
             catalog.listen(partial(listener, catalog.tier))
 
     def clear(self) -> None:
-        """Removes everything from every tier."""
         self.host.clear()
         self._wanted.clear()
         for catalog in self.catalogs:
@@ -247,7 +244,6 @@ class Hierarchy:
         self._tidy()
 
     def report(self, load_results: Iterable[LoadResult], write_results: Iterable[WriteResult]) -> None:
-        """Processes the results of transfers."""
         now = time.monotonic()
         for loaded in load_results:
             self._take_result(loaded, now)

@@ -94,7 +94,6 @@ class HostSlots:
                 self._pools.give(name.group, [slot])
 
     def clear(self) -> None:
-        """Forgets every page."""
         self.forget(list(self._slots))
 
     def oldest(self) -> Iterator[PageName]:
