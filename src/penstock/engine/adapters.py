@@ -98,7 +98,6 @@ class Adapters:
         return bool(self._waiting or self._updates)
 
     def close(self) -> None:
-        """Reads no more."""
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, folder: str) -> str:

@@ -134,7 +134,6 @@ class AsyncLLM:
 
     @property
     def figures(self) -> Figures:
-        """The counts of all requests so far."""
         return self.traffic.figures
 
     @property

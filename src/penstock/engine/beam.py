@@ -27,8 +27,6 @@ class Beginning(NamedTuple):
 
 
 class FinishedBeam(NamedTuple):
-    """A finished beam."""
-
     score: float
     beginning: Beginning
     stopped: bool
@@ -149,7 +147,6 @@ class BeamSearches:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests of running searches."""
         return [running.request for running in self._running.values()]
 
     @property

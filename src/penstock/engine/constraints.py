@@ -79,5 +79,4 @@ class Constraints:
         stats.masks, stats.mask_seconds, stats.forced_tokens = masker.masked, masker.seconds, masker.forced
 
     def close(self) -> None:
-        """Stops the threads."""
         self._compiler.close()

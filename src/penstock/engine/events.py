@@ -83,7 +83,6 @@ class CacheEvents:
         return self._whereabouts or self._journal
 
     def describe(self) -> dict[str, Any]:
-        """The endpoints and settings; see `Publisher.describe`."""
         return self._publisher.describe()
 
     def flush(self) -> None:
@@ -95,7 +94,6 @@ class CacheEvents:
             self._publisher.publish(events)
 
     def close(self) -> None:
-        """Sends what is left and frees the sockets."""
         self.flush()
         self._publisher.close()
 

@@ -76,7 +76,6 @@ class Outputs:
         self._live.pop(request_id, None)
 
     def __len__(self) -> int:
-        """Requests in progress."""
         return len(self._live)
 
     def push(self, updates: Iterable[Update]) -> list[Delta]:
@@ -223,7 +222,6 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def add(self, delta: Delta, tokenizer: Tokenizer | None) -> None:
-        """Grows by a delta of this sequence."""
         if delta.text:
             self._parts.append(delta.text)
         self.token_ids += delta.token_ids
@@ -267,7 +265,6 @@ class RequestOutput:
         return cls(request.id, prompt, request.prompt_ids, None, outputs, False, metrics, 0, tokenizer=tokenizer)
 
     def add(self, delta: Delta) -> None:
-        """Grows by a delta of this request."""
         self.outputs[delta.index].add(delta, self.tokenizer)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *(_entry(line, self.tokenizer) for line in delta.prompt_logprobs)]
@@ -291,8 +288,6 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One answer of a beam search."""
-
     tokens: list[int]
     """The prompt's and the answer's; a token that ended it is left out unless `include_stop_str_in_output`."""
     logprobs: list[dict[int, Logprob]]

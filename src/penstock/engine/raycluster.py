@@ -84,6 +84,5 @@ class RayCluster:
             time.sleep(0.5)
 
     def end(self) -> None:
-        """Ends the machines."""
         for actor in self._actors:
             self._ray.kill(actor)

@@ -202,7 +202,6 @@ def address_of(place: Place) -> str:
 
 
 def started(options: bytes, place: Place, address: str) -> subprocess.Popen[bytes]:
-    """The process of a rank."""
     words, environment = child.command("penstock.worker.process")
     process = subprocess.Popen(words, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None

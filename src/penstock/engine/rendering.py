@@ -189,7 +189,6 @@ def _framed(data: bytes) -> bytes:
 
 
 def _failure(status: int, seconds: float) -> RequestError:
-    """The error for a child process that ended."""
     if status in (-signal.SIGALRM, -signal.SIGKILL):
         return RequestError(f"the chat template did not finish with these messages within {seconds:g} s (--template-timeout); "
                             "send less, or have the server's operator look at the template", param="messages",

@@ -38,8 +38,6 @@ _DECODING = 64
 
 @dataclasses.dataclass
 class _Open:
-    """A request that has not ended."""
-
     replica: int
     work: int
     """Tokens that it is counted with."""
@@ -230,7 +228,6 @@ class Replicas:
         return found[0] if all(one == found[0] for one in found) else False
 
     def abort(self, ids: list[str]) -> None:
-        """As `EngineProcess.abort`."""
         by_replica: dict[int, list[str]] = {}
         for one in ids:
             found = self.balancer.open.get(one.partition("/")[0])
@@ -242,7 +239,6 @@ class Replicas:
             self._processes[replica].abort(names)
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """As `EngineProcess.stop`."""
         for task in self._again.values():
             task.cancel()
         await asyncio.gather(*(process.stop(timeout) for process in self._processes))

@@ -177,7 +177,6 @@ def _bare(thing: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message without its marks."""
     if not isinstance(message, Mapping):
         return message
     content = message.get("content")
@@ -217,7 +216,6 @@ def _with_words(messages: Messages) -> tuple[list[Mapping[str, Any]], list[_Plac
 
 
 def _append(part: Any, word: str) -> Any:
-    """A content part with `word` appended to its text."""
     if isinstance(part, str):
         return part + word
     return {key: value + word if word and key != "type" and isinstance(value, str) else value

@@ -113,7 +113,6 @@ class Stream:
         self._wake()
 
     def end(self, request_id: str) -> None:
-        """Called when one of the requests has ended."""
         self.open.discard(request_id)
         self._wake()
 

@@ -103,6 +103,5 @@ class Naming:
         return blake2b(f"{self._computation} {weights}".encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """Stops hashing."""
         if self._weights is not None:
             self._weights.close()

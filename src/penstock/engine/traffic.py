@@ -95,7 +95,6 @@ class Traffic:
                                code="queue_full", status=503)
 
     def open(self, request: Request, stream: Stream, now: float) -> None:
-        """Counts a request of `stream` as open."""
         self._tracks[request.id] = Track(request, stream, now)
         self._prompts[stream] += 1
         self.tenant_tokens[request.tenant] += len(request.prompt_ids)
@@ -105,7 +104,6 @@ class Traffic:
         stream.prompt_tokens += len(request.prompt_ids)
 
     def forget(self, name: str) -> Track:
-        """Removes a request and returns its track."""
         track = self._tracks.pop(name)
         self._prompts[track.stream] -= 1
         if not self._prompts[track.stream]:
@@ -133,7 +131,6 @@ class Traffic:
             self.figures.ended(timings)
 
     def count_tokens(self, track: Track, delta: Delta, now: float) -> None:
-        """Counts the tokens of a delta."""
         count = len(delta.token_ids)
         track.stream.output_tokens += count
         self.figures.generation_tokens += count

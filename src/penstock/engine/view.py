@@ -38,8 +38,6 @@ FREE, KEPT, SHARED, HELD = range(4)
 
 
 class View:
-    """The view of one engine's scheduler and cache."""
-
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._until = 0.0
@@ -55,7 +53,6 @@ class View:
                                   zip(sequences, plan.starts.tolist(), plan.counts.tolist(), strict=True)]
 
     def done(self, result: StepResult) -> None:
-        """Notes a step's end."""
         composition = self._planned.pop(result.id, None)
         if composition is not None:
             self._steps.append((result.id, time.time(), result.seconds, composition))

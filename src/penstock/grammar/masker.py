@@ -26,8 +26,6 @@ _FEW = 24
 
 
 class GrammarState:
-    """The grammar state of one sequence."""
-
     __slots__ = ("at", "begin", "budget", "end", "forced", "json", "lane", "least", "matcher", "since", "stops", "thinking")
 
     def __init__(self, sequence: Sequence, matcher: "LLMatcher | None", lane: int) -> None:
@@ -242,7 +240,6 @@ class Masker:
             _force(segment.drafts[left:], state.end, bits[left:])
 
     def _fill(self, todo: list[_Asked], bits: Ints) -> None:
-        """Fills the masks of all matchers."""
         if not todo:
             return
         pointer, width, lines = bits.ctypes.data, bits.shape[1] * 4, len(bits)

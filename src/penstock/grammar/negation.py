@@ -177,7 +177,6 @@ def _followed(schema: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:
-    """Returns the types that a valid value may have."""
     values = _values(schema)
     if values is not None:
         return {_kind(value) for value in values}
