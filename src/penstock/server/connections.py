@@ -140,7 +140,6 @@ class Connections:
         return reason
 
     def remove(self, connection: Connection) -> None:
-        """Forgets a closed connection."""
         if connection in self.all:
             self.all.discard(connection)
             self._addresses[connection.address] -= 1

@@ -90,7 +90,6 @@ _IGNORED = "penstock_ignored"
 
 
 def json_response(value: Any) -> Response:
-    """`value` as JSON."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 

@@ -255,7 +255,6 @@ class Fleet:
                 await self._unload(slot)
 
     async def close(self, timeout: float) -> None:
-        """Ends every engine."""
         if self._watch is not None:
             self._watch.cancel()
         for slot in self.slots:
@@ -266,7 +265,6 @@ class Fleet:
 
     @property
     def live(self) -> int:
-        """Requests that are open."""
         return sum(slot.llm.live for slot in self.slots)
 
     def unhealthy(self) -> str | None:

@@ -49,7 +49,6 @@ class Frame:
         self._begin += b'"%b":' % field.encode()
 
     def event(self, text: str) -> bytes:
-        """The event with this text."""
         return b"%b%b%b" % (self._begin, encode(text), self._end)
 
 

@@ -52,8 +52,6 @@ class Listener(uvicorn.Server):
 
 
 class ServerRun:
-    """One run of a server."""
-
     def __init__(self, models: Sequence[Wanted], options: ServerOptions, *, engine: str = ENGINE,
                  on_loading: OnLoading | None = None, on_ready: OnReady | None = None) -> None:
         self.options = options

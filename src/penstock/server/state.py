@@ -99,7 +99,5 @@ class State:
 
 
 class StateRoutes:
-    """Routes over one server's state."""
-
     def __init__(self, state: State) -> None:
         self.state = state

@@ -128,7 +128,6 @@ class Database:
                 self._prune(now)
 
     def get(self, kind: str, name: str, owner: str) -> bytes | None:
-        """An object of this owner."""
         found = self.sql("select body from objects where kind=? and id=? and owner=?", kind, name, owner).fetchone()
         return found[0] if found else None
 

@@ -25,8 +25,6 @@ SECRET_NAME = "tenants.secret"
 
 
 class Tenants:
-    """The tenants of one server."""
-
     def __init__(self, options: ServerOptions, cache_disk: str | None = None, adopt: bool = False) -> None:
         """`cache_disk` is the disk tier's folder (`adopt`: also with other files): its pages need lasting salts."""
         keyed = bool(options.api_key or options.keys_file)

@@ -208,8 +208,6 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessageBatches:
-    """The endpoints."""
-
     def __init__(self, state: State, runner: Runner) -> None:
         self.state = state
         self.runner = runner
@@ -312,7 +310,6 @@ def _results(database: Database, batch: Batch, owner: str) -> Iterator[dict[str,
 
 
 def _shown_batch(http: Request, batch: Batch, results: Iterator[dict[str, Any]] | tuple[()]) -> dict[str, Any]:
-    """A batch as Anthropic shows it."""
     counts, ended = batch["request_counts"], batch["status"] in ENDED
     kinds = Counter(one["result"]["type"] for one in results) if ended else Counter(
         succeeded=counts["completed"], errored=counts["failed"],

@@ -75,7 +75,6 @@ class Runner:
                 self.start(Ref("batch", name, owner))
 
     def start(self, named: Ref) -> None:
-        """Runs a stored batch."""
         task = self._tasks[named.name] = asyncio.create_task(self._run(named))
         task.add_done_callback(lambda _: self._tasks.pop(named.name, None))
 

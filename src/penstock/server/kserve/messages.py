@@ -44,7 +44,6 @@ _KINDS = {"bool": _Field.TYPE_BOOL, "int32": _Field.TYPE_INT32, "int64": _Field.
 
 
 def request_of(method: str) -> str:
-    """The name of a method's request."""
     return "ModelInferRequest" if method == "ModelStreamInfer" else f"{method}Request"
 
 
@@ -90,5 +89,4 @@ _POOL.Add(_described())
 
 
 def message(name: str) -> Any:
-    """The class of a message."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))

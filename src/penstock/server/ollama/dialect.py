@@ -29,7 +29,6 @@ from penstock.server.state import State
 
 
 def line(value: Any) -> bytes:
-    """One line of a stream."""
     return msgspec.json.encode(value) + b"\n"
 
 

@@ -444,7 +444,6 @@ class ChatBatchRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
             msgspec.convert({"messages": messages}, Conversation)
 
     def conversations(self) -> list[ChatRequest]:
-        """A request for each of them."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return [ChatRequest(**{**fields, "messages": messages}) for messages in self.messages]
 

@@ -183,7 +183,6 @@ class Reading:
             delta.tool_calls = [*(delta.tool_calls or ()), CallChunk(index, function=CalledFunction(arguments=text))]
 
     def whole(self) -> AnswerMessage:
-        """The message of a whole answer."""
         found = self.parser.message()
         calls = found.calls[:1] if self.one else found.calls
         message = AnswerMessage("" if self.forced else found.content or (None if calls or found.reasoning else ""))

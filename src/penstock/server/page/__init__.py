@@ -27,7 +27,6 @@ HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is the page's own."""
     return path == "/" or path.startswith(PREFIX)
 
 

@@ -302,7 +302,6 @@ MAX_ITEMS = 16384
 
 
 def numbered(items: Sequence[r.Item]) -> list[r.Item]:
-    """Items, each with an id and a type."""
     kinds = {"reasoning": "rs", "function_call": "fc", "message": "msg"}
     found = []
     for item in items:
