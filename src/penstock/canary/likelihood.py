@@ -52,8 +52,6 @@ def score(values: Values) -> Interval:
 
 @dataclass(frozen=True)
 class Record:
-    """A model's scores by skill."""
-
     exact: Mapping[str, Values]
     """In float32, by the reference kernels."""
     rounded: Mapping[str, Mapping[str, Values]]

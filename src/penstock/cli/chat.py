@@ -82,8 +82,6 @@ _sampling = partial(option, None, group="Sampling")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSampling:
-    """The sampling parameters of answers."""
-
     temperature: float | None = _sampling("0 is greedy; by default the model's own")
     top_p: float | None = _sampling("keep the most likely tokens with this much probability")
     top_k: int | None = _sampling("keep this many of the most likely tokens")
@@ -270,7 +268,6 @@ class Conversation:
         return True
 
     def _result(self, call: dict[str, Any]) -> str:
-        """Shows a call and reads its result."""
         print(f"{call['function']['name']}({call['function']['arguments']})", flush=True)
         return input("result> " if self.interactive else "")
 

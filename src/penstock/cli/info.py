@@ -243,7 +243,6 @@ def _drafter(drafter: dict[str, Any]) -> str:
 
 
 def _prefixes(cache: dict[str, Any]) -> str:
-    """The tiers of the prefix cache, for people."""
     if not cache["prefix_caching"]:
         return "not kept (enable_prefix_caching is off)"
     places = ["found again on the device"]

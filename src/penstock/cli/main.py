@@ -78,7 +78,6 @@ def _dispatch(words: list[str]) -> int:
 
 
 def parser_of(name: str) -> Parser:
-    """The parser of a command's arguments."""
     command = _command(name)
     about = getattr(command, "about", None) or (command.__doc__ or "").split("\n\n")[0]
     parser = Parser(prog=f"penstock {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)

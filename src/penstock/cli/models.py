@@ -67,7 +67,6 @@ def _cached() -> tuple[Any, dict[str, Any]]:
 
 
 def _ls(args: Namespace) -> int:
-    """Lists the hub's cache and the aliases."""
     models: list[dict[str, Any]] = [
         {"id": name, "bytes": one.size_on_disk, "used": one.last_accessed, "path": str(one.repo_path)}
         for name, one in sorted(_cached()[1].items())]
@@ -147,7 +146,6 @@ def _ask(args: Namespace, method: str, path: str, body: dict[str, Any] | None = 
 
 
 def _ps(args: Namespace) -> int:
-    """Lists a server's models."""
     lines = [(one["id"], one["state"], size(one["bytes"]) if one["bytes"] else "", str(one["requests"]),
               f"{one['idle_seconds']:.0f} s" if one["idle_seconds"] else "") for one in _ask(args, "GET", "/models")["data"]]
     _table(("model", "state", "memory", "requests", "idle"), lines)

@@ -111,7 +111,6 @@ def _measured(model: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def _skills(llm: Any, count: int) -> dict[str, float]:
-    """The share of right answers by skill."""
     from penstock.canary.suite import SKILLS, graded, prompts
     from penstock.cli.eval import answers
 

@@ -139,7 +139,6 @@ class Parser(argparse.ArgumentParser):
         return [action for action in self._actions if not isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
 
     def subcommands(self) -> "dict[str, Parser]":
-        """The parsers of subcommands, by name."""
         return {name: parser for action in self._actions
                 if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001 (argparse has no public name for it)
                 for name, parser in action.choices.items() if isinstance(parser, Parser)}

@@ -44,8 +44,6 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
 
 
 class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
-    """The result of a step."""
-
     result: StepResult
 
 

@@ -68,8 +68,6 @@ Transfer = Save | Write | Load
 
 
 class LoadResult(NamedTuple):
-    """The result of a load."""
-
     ticket: int
     ok: bool
     """All of its pages that are not `lost` hold what was asked for. If not, none of them is used."""
@@ -82,8 +80,6 @@ class LoadResult(NamedTuple):
 
 
 class WriteResult(NamedTuple):
-    """The result of a Write."""
-
     id: int
     ok: bool
     seconds: float

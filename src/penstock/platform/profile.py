@@ -33,7 +33,6 @@ class Profile:
 
 
 def traced(work: Callable[[], object], path: Path) -> None:
-    """Records `work`."""
     profile = Profile()
     profile.start()
     work()

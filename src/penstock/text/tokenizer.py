@@ -106,7 +106,6 @@ class Tokenizer:
         return self._vocabulary.definition()
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary."""
         return self._vocabulary.id_of(token)
 
     def token_name(self, token: int) -> str | None:

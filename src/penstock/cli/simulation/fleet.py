@@ -43,7 +43,6 @@ class Cost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Seconds between two steps: what the engine does that no step in flight hides."""
 
     def times(self) -> StepTime:
-        """The model of step time."""
         return StepTime([self.weights.get(term, 0.0) for term in TERMS], self.buckets, self.max_num_batched_tokens)
 
 
