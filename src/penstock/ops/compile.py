@@ -258,7 +258,9 @@ class Compilation:
 
     def _refusal(self, job: Job, why: str, kernels: Kernels) -> ConfigError:
         what = f"kernel {job.module}.{job.kernel}" if job.module else "what Triton builds to launch kernels"
-        return ConfigError(_explain(what, why, _operations(job.caller, kernels), self._capability))
+        launched = [op for op, chosen in kernels.chosen.items()
+                    if job.caller and getattr(chosen.call, "__module__", None) == job.caller]
+        return ConfigError(_explain(what, why, launched, self._capability))
 
     def _serve(self) -> None:
         """Runs one compiler process until no jobs are left."""
@@ -294,11 +296,6 @@ class Compilation:
             return f"the compiler's process ended with status {process.wait()}"
         error: str | None = json.loads(line)["error"]
         return error
-
-
-def _operations(caller: str, kernels: Kernels) -> list[str]:
-    """The operations that are bound to an implementation in that module."""
-    return [op for op, chosen in kernels.chosen.items() if caller and getattr(chosen.call, "__module__", None) == caller]
 
 
 def _explain(what: str, why: str, operations: list[str], capability: tuple[int, int]) -> str:

@@ -9,7 +9,6 @@ import torch
 
 from penstock.ops import attention_work
 from penstock.ops.table import register
-from penstock.platform.facts import DeviceFacts
 
 
 @dataclass(slots=True)
@@ -51,11 +50,8 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
     return StepTensors(ids, position, [table[row.long(), :columns] for table in tables], slots)
 
 
-def _on_cpu(facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
-    return None if facts.kind == "cpu" else "it reads the host's memory"
-
-
-@register("build_step", "numpy", rank=5, supports=_on_cpu, capturable=False)
+@register("build_step", "numpy", rank=5, capturable=False,
+          supports=lambda facts, _dtype: None if facts.kind == "cpu" else "it reads the host's memory")
 def build_on_host(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
                   query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors:
     """As the reference. For a few integers NumPy takes half of PyTorch's time and keeps the GIL, so need not wait for it."""

@@ -52,23 +52,17 @@ class Implementation:
 TABLE: dict[str, dict[str, Implementation]] = {}
 
 
-def _anywhere(_facts: DeviceFacts, _dtype: torch.dtype) -> str | None:
-    return None
-
-
 Call = TypeVar("Call")
 
 
-def register(op: str, name: str, *, rank: int, supports: Supports = _anywhere, capturable: bool = True,
-             batch_invariant: bool = True, dtypes: tuple[torch.dtype, ...] | None = None, threads: bool = False,
-             fits: Fits = any_shape) -> Callable[[Call], Call]:
+def register(op: str, name: str, *, rank: int, supports: Supports = lambda _facts, _dtype: None,
+             **abilities: Any) -> Callable[[Call], Call]:
     """Decorator: enters a function (or an object with the op's functions) into the table. Rank 0 is the reference.
 
     The keywords are the fields of `Implementation`."""
 
     def enter(call: Call) -> Call:
-        TABLE.setdefault(op, {})[name] = Implementation(op, name, call, supports, rank, capturable, batch_invariant, dtypes,
-                                                         threads, fits)
+        TABLE.setdefault(op, {})[name] = Implementation(op, name, call, supports, rank, **abilities)
         return call
 
     return enter
