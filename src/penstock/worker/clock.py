@@ -57,13 +57,17 @@ class Interval:
         return True
 
     def wait(self) -> None:
-        """Waits until the step has ended, then sets `seconds` and `kernel_seconds`."""
-        began, entered, left, ended, resumed = self._moments
-        self.seconds, self.kernel_seconds, self.draft_seconds = ended - began, ended - began, 0.0
+        """Waits until the step has ended, then sets `seconds`, `kernel_seconds` and `draft_seconds`."""
+        self.seconds = self.kernel_seconds = self._between(0, 3)
+        self.draft_seconds = 0.0
         if not self._whole:
-            self.kernel_seconds, self.draft_seconds = left - entered, entered - began
+            self.kernel_seconds, self.draft_seconds = self._between(1, 2), self._between(0, 1)
         if self._resumed:
-            self.seconds -= resumed - left
+            self.seconds -= self._between(2, 4)
+
+    def _between(self, first: int, last: int) -> float:
+        """Seconds from one mark to another."""
+        return self._moments[last] - self._moments[first]
 
 
 class DeviceInterval(Interval):
@@ -80,12 +84,8 @@ class DeviceInterval(Interval):
         return bool(self._events[3].query())
 
     def wait(self) -> None:
-        began, entered, left, ended, resumed = self._events
-        ended.synchronize()
-        self.seconds = self.kernel_seconds = began.elapsed_time(ended) / 1e3
-        self.draft_seconds = 0.0
-        if not self._whole:
-            self.kernel_seconds, self.draft_seconds = (one.elapsed_time(other) / 1e3 for one, other in (
-                (entered, left), (began, entered)))
-        if self._resumed:
-            self.seconds -= left.elapsed_time(resumed) / 1e3
+        self._events[3].synchronize()
+        super().wait()
+
+    def _between(self, first: int, last: int) -> float:
+        return float(self._events[first].elapsed_time(self._events[last])) / 1e3
