@@ -366,4 +366,3 @@ POLICIES: dict[str, Callable[[CacheLayout], Policy]] = {
     "cost": CostAware,
     "lru": lambda _layout: Policy(),
     "tail": lambda layout: TailFirst(layout.page)}
-"""The policies, by the option's value."""

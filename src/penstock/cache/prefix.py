@@ -94,7 +94,6 @@ class Trail(NamedTuple):
     blocks: list[int]
     """The number of matched blocks of each node; only the last block of the last node may match in part."""
     matched: int
-    """The number of matched positions."""
 
 
 class Prefix:

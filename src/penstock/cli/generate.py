@@ -121,7 +121,6 @@ class _Output:
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
         self.bar: tqdm[Any] | None = None
-        """Shows progress, once it is there."""
         self.failed = self.done = 0
 
     def write(self, data: bytes, good: bool) -> None:

@@ -39,7 +39,6 @@ class EngineConfig:
     speculation: Speculation | None = None
     """The drafter and its parameters; None: no speculation."""
     stages: int = 1
-    """Pipeline stages."""
     exact: bool = False
     """As `scheduler/admission.py::Limits.exact`."""
     adapters: tuple[int, int] | None = None

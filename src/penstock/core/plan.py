@@ -242,7 +242,6 @@ class StepResult:
     labels: list[tuple[int, npt.NDArray[np.float32]]] = field(default_factory=list)
     """(segment, logits) of each segment with Want.LABELS: [labels], with Want.HIDDEN [count, labels]."""
     seconds: float = 0.0
-    """Duration of the step."""
     kernel_seconds: float = 0.0
     """The part of `seconds` in the model's forward pass."""
     draft_seconds: float = 0.0

@@ -55,7 +55,6 @@ class Survey:
     task: str = "generate"
     """generate, embed or classify."""
     labels: tuple[str, ...] = ()
-    """Names of a classifier's labels."""
     whole: bool = False
     """A prompt has to be in one step."""
     pairs: str = "joined"
@@ -69,7 +68,6 @@ class Loaded:
     """Facts once the weights are loaded. Bytes are those of this rank alone."""
 
     states: list[StateSpec]
-    """The cache state of each layer."""
     weight_bytes: int
     step_bytes: int
     """Peak memory of the largest step, beside weights and cache."""
@@ -94,7 +92,6 @@ class Prepared:
     """Facts once the rank is ready to run steps."""
 
     graphs: int = 0
-    """Captured CUDA graphs."""
     graph_seconds: float = 0.0
     buckets: tuple[int, ...] = ()
     """Tokens to which steps are padded, ascending."""

@@ -249,7 +249,6 @@ class EngineStats(msgspec.Struct, array_like=True):
     in_flight: int = 0
     """Plans in flight."""
     grammars_waiting: int = 0
-    """Requests that wait for their grammar to be compiled."""
     grammars_compiled: int = 0
     grammars_cached: int = 0
     """Requests whose grammar was compiled before."""
@@ -339,7 +338,6 @@ class EngineInfo(msgspec.Struct):
     """The worst-case step's working memory."""
     kv_bytes: int
     graph_bytes: int = 0
-    """Bytes of captured CUDA graphs."""
     graphs: int = 0
     """Number of CUDA graphs."""
     graph_seconds: float = 0.0
@@ -361,7 +359,6 @@ class EngineInfo(msgspec.Struct):
     task: str = "generate"
     """generate, or, for a checkpoint without a language model's head: embed or classify."""
     labels: list[str] = []
-    """Names of a classifier's labels."""
     encoder: bool = False
     """Tokens see those behind them."""
     pairs: str = "joined"
@@ -373,7 +370,6 @@ class EngineInfo(msgspec.Struct):
     max_loras: int = 0
     """Adapters that the device holds at once; 0: none are served."""
     classes: list[str] = msgspec.field(default_factory=lambda: list(BUILT_IN))
-    """Names of the classes of service."""
     step_target: float | None = None
     """Target step time in seconds while sequences decode."""
     buckets: list[int] = []

@@ -54,7 +54,6 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     regex: str | None = None
     """A regex that matches the whole answer, in Rust's syntax: no look-around, no back-references."""
     choice: list[str] | None = None
-    """The possible answers."""
     grammar: str | None = None
     """A context-free grammar, in Lark's syntax or in llama.cpp's GBNF (EBNF)."""
     json_object: bool | None = None
@@ -114,14 +113,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     detokenize: bool = True
     """False leaves `text` empty."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
     """Kept for vLLM's call shape; only True is supported."""
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     """Added to the logits of single tokens. [-100, 100]."""
     allowed_token_ids: list[int] | None = None
-    """Only these tokens can be chosen."""
     bad_words: list[str] | None = None
     """Words that cannot be generated; the frontend turns them into `bad_words_token_ids`."""
     bad_words_token_ids: list[list[int]] | None = None
@@ -136,7 +133,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     once a better one is impossible. The meanings are those of Hugging Face's generate."""
 
     structured_outputs: StructuredOutputsParams | None = None
-    """Constrains the answer."""
     grammar: str | None = None
     """The constraint as a grammar for the engine. Derived from `structured_outputs` or a dialect's structure."""
     reasoning_end_ids: list[int] | None = None

@@ -84,7 +84,6 @@ class Workers:
         self._numbers = itertools.count()
         self._started = False
         self.waiting_size = 0
-        """The total size of the queued jobs."""
 
     async def run(self, size: int, work: Callable[[], Result], *, always: bool = False) -> Result:
         """Runs `work()`, on a thread if large or `always`; cancelled with the caller. RequestError 503: the queue is full."""

@@ -56,7 +56,6 @@ class Compiler:
         self.compiled = self.cached = 0
         """Grammars compiled, and found in the cache, since the engine started."""
         self.seconds = 0.0
-        """Time spent compiling."""
         self._load = load
         self._vocab_size = vocab_size
         self._pool: ThreadPoolExecutor | None = None

@@ -39,7 +39,6 @@ class InFlight:
     cut: list[int] = field(default_factory=list)
     """Indices of the segments that were cut for others."""
     load: Load = Load(0, 0)
-    """The size of the step."""
     held: bool = False
     """Whether the next step is planned when this one has ended, so that short prompts that come meanwhile are in it."""
     drafting: int = 0

@@ -44,7 +44,6 @@ class Working(NamedTuple):
     step: int
     """The rows' tables and the activations of the largest step."""
     graphs: int
-    """CUDA graphs and their memory pool."""
     scratch: int
     """Scratch memory: the part of `step` that is allocated and freed within a step."""
 

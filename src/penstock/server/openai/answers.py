@@ -144,7 +144,6 @@ class Growth:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.started = False
-        """True once an event of this choice was sent."""
 
 
 class ChoicesAnswer(ABC):
