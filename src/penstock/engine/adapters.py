@@ -184,11 +184,7 @@ class Adapters:
             if name:
                 self._use(request)
             return False
-        self._scheduler.admission.check(request)
-        waiting, most = sum(map(len, self._waiting.values())), self._scheduler.limits.max_queued
-        if waiting >= most:
-            raise RequestError(f"{waiting} requests are waiting for their adapters and at most {most} may "
-                               "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
+        self._scheduler.admission.check_held(request, sum(map(len, self._waiting.values())), "adapters")
         self._waiting.setdefault(name, []).append(request)
         return True
 

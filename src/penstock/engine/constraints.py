@@ -41,11 +41,7 @@ class Constraints:
         the request need not wait. RequestError if the scheduler would refuse it."""
         if request.params.grammar is None:
             return False
-        self._scheduler.admission.check(request)
-        most = self._scheduler.limits.max_queued
-        if len(self.requests) >= most:
-            raise RequestError(f"{len(self.requests)} requests are waiting for their grammars and at most {most} may "
-                               "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
+        self._scheduler.admission.check_held(request, len(self.requests), "grammars")
         return self._compiler.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:

@@ -85,6 +85,13 @@ class Admission:
                                f"{CHOICES * most} (--max-num-queued-reqs); try again later", code="queue_full", status=503)
         return limit
 
+    def check_held(self, request: Request, waiting: int, what: str) -> None:
+        """As `check`, of a request that first waits elsewhere for `what`, behind so many `waiting` ones."""
+        self.check(request)
+        if waiting >= self.limits.max_queued:
+            raise RequestError(f"{waiting} requests are waiting for their {what} and at most {self.limits.max_queued} may "
+                               "(--max-num-queued-reqs); try again later", code="queue_full", status=503)
+
     def make_way(self, now: float, decode: Load) -> None:
         """Renews broken promises of waiting ones, and preempts where there is no room: a lower class's sequence for one that
         must start now, and those of requests with more than their share of the rows. `decode`: what of the latest step
