@@ -21,7 +21,7 @@ from penstock.canary.item import Item
 from penstock.canary.likelihood import Comparison, Interval, Record, Values
 from penstock.canary.suite import ALL, SKILLS, Score, graded, prompts, table
 from penstock.cli.api import Api, add_target, complaint, model_of, model_or_canary, open_api
-from penstock.config.flags import from_args, integer, nearest
+from penstock.config.flags import at_least, from_args, integer, nearest
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.sampling import SamplingParams
@@ -55,8 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the scores; 0 however low they are. ConfigError for skills that do not exist."""
-    if args.prompts < 1:
-        raise ConfigError(f"--prompts must be at least 1, got {args.prompts}")
+    at_least(args, 1, "prompts")
     skills = chosen(args.skills)
     model = model_of(args)
     if args.url and model:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from penstock.cli.api import Api, add_target, complaint, open_api
 from penstock.cli.client import ConnectionFailedError
-from penstock.config.flags import integer
+from penstock.config.flags import at_least, integer
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.server.batches.lines import DUPLICATE, ENDPOINTS, Ask, RefusedLineError, duplicate, read_line
 
@@ -37,8 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if every line has an answer, be it an error; PenstockError if the run had to stop before."""
-    if args.window < 1:
-        raise ConfigError(f"--window must be at least 1, got {args.window}")
+    at_least(args, 1, "window")
     try:
         total = sum(1 for _ in read_lines(args.input))
         done = Done.read(args.output)

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.cli.cache import age
+from penstock.config.flags import at_least
 from penstock.core.errors import ConfigError
 
 
@@ -42,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
     found = keys.read(path) if path.exists() or args.action != "add" else []
     if args.action == "add":
         limits = {name: getattr(args, name) for name in ("max_tokens", "requests_per_minute", "tokens_per_minute")}
-        for name, most in limits.items():
-            if most is not None and most < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        at_least(args, 1, *limits)
         secret, key = keys.make(args.tenant or "", args.kind, args.expires, note=args.note, tier=args.tier, **limits)
         key.tenant = key.tenant or key.id
         keys.write(path, [*found, key])

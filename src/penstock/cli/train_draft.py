@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock.checkpoint import dtype_of, read_config, resolve_folder
-from penstock.config.flags import integer, number
+from penstock.config.flags import at_least, integer, number
 from penstock.core.errors import ConfigError
 from penstock.core.sampling import SamplingParams
 
@@ -44,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output.exists():
         raise ConfigError(f"--output {args.output} exists; give a new folder")
     for name, least in (("steps", 1), ("batch", 1), ("window", 16), ("drafts", 1), ("vocabulary", 2), ("answer_tokens", 1)):
-        if getattr(args, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+        at_least(args, least, name)
     folder = resolve_folder(args.model)
     ids, said, prompts = _conversations(args) if args.text.suffix == ".jsonl" else _text(folder, args)
     windows = _cut(ids, args.window)

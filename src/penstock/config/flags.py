@@ -163,6 +163,13 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """ConfigError for one of these options that is given and below `least`."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(f"{flag_name(name)} must be at least {least}, got {value}")
+
+
 def add_flags(parser: argparse.ArgumentParser, cls: type[Any], skip: Iterable[str] = ()) -> None:
     """Adds a flag for every field of the dataclass `cls` that is not in `skip`, under its group's heading.
 

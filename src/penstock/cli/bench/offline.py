@@ -16,7 +16,7 @@ import msgspec
 from penstock.cli.api import model_or_canary
 from penstock.cli.bench.figures import percentile
 from penstock.cli.bench.workload import Item, make_workload
-from penstock.config.flags import from_args
+from penstock.config.flags import at_least, from_args
 from penstock.config.schema import EngineOptions
 from penstock.config.speculation import speculation
 from penstock.core.errors import ConfigError
@@ -28,9 +28,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
     """One batch of equal requests, again and again."""
-    for name in ("batch_size", "input_len", "output_len", "num_iters"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    at_least(args, 1, "batch_size", "input_len", "output_len", "num_iters")
     run = _Run(args)
     seconds = _batches(run, args)
     ordered = sorted(seconds)

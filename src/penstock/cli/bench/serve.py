@@ -24,6 +24,7 @@ from penstock.cli.api import complaint, first_model
 from penstock.cli.bench.figures import spread
 from penstock.cli.bench.workload import Item, Workload, make_workload, numbers, poisson_arrivals
 from penstock.cli.client import Wire
+from penstock.config.flags import at_least
 from penstock.core.errors import ConfigError, PenstockError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -38,8 +39,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, Any]:
     text = (args.prompt or ("text" if args.endpoint == "chat" else "ids")) == "text"
     if args.endpoint == "chat" and not text:
         raise ConfigError("chat requests have no token-id prompts; use --prompt text or --endpoint completions")
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
+    at_least(args, 1, "max_concurrency")
     if not isinstance(args.extra_body, dict):
         raise ConfigError("--extra-body must be a JSON object")
     workload = make_workload(args, args.vocab_size, text)

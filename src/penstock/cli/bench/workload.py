@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.config.flags import at_least
 from penstock.core.errors import ConfigError
 
 FIRST_ID = 3
@@ -85,10 +86,7 @@ def make_workload(args: argparse.Namespace, vocab_size: int, text: bool = False)
 
 
 def _check(args: argparse.Namespace, vocab_size: int) -> None:
-    for name in ("num_prompts", "random_input_len", "random_output_len", "max_input_len", "max_output_len"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    at_least(args, 1, "num_prompts", "random_input_len", "random_output_len", "max_input_len", "max_output_len")
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError(f"--random-range-ratio must be in [0, 1), got {args.random_range_ratio}")
     if args.length_scale <= 0:
