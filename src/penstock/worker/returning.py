@@ -6,7 +6,6 @@ The first stage takes in a step's tokens when a later one needs one of its rows:
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from penstock.core.plan import Ints, StepPlan
@@ -51,11 +50,8 @@ class Returning:
         needed = max((i for i, (rows, _) in enumerate(self._expected, 1) if not touched.isdisjoint(rows.tolist())), default=0)
         for _ in range(needed):
             rows, positions = self._expected.popleft()
-            size = len(rows)
-            found = torch.empty(size, dtype=torch.int32, device=self._rows.device)
+            found = torch.empty(len(rows), dtype=torch.int32, device=self._rows.device)
             self._pipe.receive_back(found)
             # Pinned: any other copy would make the host wait for the tokens, and the next step would be enqueued late.
-            self._places.host(2 * size)[:2 * size] = np.concatenate([rows, positions])
-            self._places.send(2 * size)
-            row, position = self._places.device(2 * size).long().split(size)
+            row, position = self._places.carry([rows, positions]).long().split(len(rows))
             self._rows.tokens[row, position] = found

@@ -5,7 +5,7 @@ The host decides pages and parameters, keeps them in arrays, and copies changes 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -85,11 +85,7 @@ class Parameters:
             changed.update(self._place(blocks))
         if self.table.is_cuda:
             rows = np.fromiter(changed, np.int32, len(changed))
-            host = self._lines.host(len(rows) * (1 + WIDTH))
-            host[:len(rows)] = rows
-            host[len(rows):len(rows) * (1 + WIDTH)] = self._host[rows].ravel()
-            self._lines.send(len(rows) * (1 + WIDTH))
-            there = self._lines.device(len(rows) * (1 + WIDTH))
+            there = self._lines.carry([rows, self._host[rows].ravel()])
             self.table[there[:len(rows)].long()] = there[len(rows):].view(-1, WIDTH)
 
     def _place(self, blocks: dict[int, Ints]) -> Iterable[int]:
@@ -99,11 +95,8 @@ class Parameters:
             blocks = self._blocks
             size = 2 * sum(map(len, blocks.values()))
             self.lists, self._end = torch.zeros(size, dtype=torch.int32, device=self.lists.device), 0
-        size, first = sum(map(len, blocks.values())), self._end
-        host = self._words.host(size)
-        host[:size] = np.concatenate(list(blocks.values()))
-        self._words.send(size)
-        self.lists[first:first + size] = self._words.device(size)
+        words = self._words.carry(list(blocks.values()))
+        self.lists[self._end:self._end + len(words)] = words
         for row, block in blocks.items():
             line = self._host[row]
             line[Column.ALLOWED] = self._end
@@ -209,6 +202,14 @@ class Staging:
     def device(self, size: int) -> torch.Tensor:
         """The first `size` elements on the device, at the same address until `reserve` has to grow them."""
         return self._there[:size]
+
+    def carry(self, parts: Sequence[npt.ArrayLike]) -> torch.Tensor:
+        """Uploads integers, one part behind the other, in one copy. Returns them on the device."""
+        found = np.concatenate(parts)
+        if len(found):
+            self.host(len(found))[:len(found)] = found
+            self.send(len(found))
+        return self.device(len(found))
 
 
 class _Slot:
@@ -316,13 +317,8 @@ class Rows:
         """Uploads the known tokens of all entering rows in one copy."""
         if not enters:
             return
-        size = sum(len(enter.tokens) for enter in enters)
-        host, at = self._known.host(size), 0
-        for enter in enters:
-            host[at:at + len(enter.tokens)] = enter.tokens
-            at += len(enter.tokens)
-        self._known.send(size)
-        for enter, known in zip(enters, self._known.device(size).split([len(e.tokens) for e in enters]), strict=True):
+        there = self._known.carry([enter.tokens for enter in enters])
+        for enter, known in zip(enters, there.split([len(enter.tokens) for enter in enters]), strict=True):
             self.tokens[enter.row, :len(known)] = known
 
     def _take_edits(self, edits: list[Ints]) -> None:
@@ -334,13 +330,9 @@ class Rows:
         if self.device.type == "cpu":
             return
         # Upload the host table's current value instead of the edit's, so that the last of two edits of one entry wins.
-        host, at = self._edits.host(2 * size), 0
-        for table, lines in zip(self.tables, edits, strict=True):
-            host[at:at + len(lines)] = lines[:, 0] * table.shape[1] + lines[:, 1]
-            host[size + at:size + at + len(lines)] = table[lines[:, 0], lines[:, 1]]
-            at += len(lines)
-        self._edits.send(2 * size)
-        places, pages = self._edits.device(2 * size).view(2, size)
+        where = [lines[:, 0] * table.shape[1] + lines[:, 1] for table, lines in zip(self.tables, edits, strict=True)]
+        now = [table[lines[:, 0], lines[:, 1]] for table, lines in zip(self.tables, edits, strict=True)]
+        places, pages = self._edits.carry([*where, *now]).view(2, size)
         sizes = [len(lines) for lines in edits]
         for there, place, page in zip(self.device_tables, places.long().split(sizes), pages.split(sizes), strict=True):
             there.view(-1).scatter_(0, place, page)

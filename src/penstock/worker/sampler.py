@@ -227,11 +227,7 @@ class Sampler:
 
     def _bring(self, lists: list[npt.NDArray[np.integer]]) -> tuple[torch.Tensor, ...]:
         """Uploads lists of row indices or token ids in one copy. Returns them as int32 device tensors."""
-        size = sum(map(len, lists))
-        if size:
-            self._staging.host(size)[:size] = np.concatenate(lists)
-            self._staging.send(size)
-        parts: tuple[torch.Tensor, ...] = self._staging.device(size).split([len(found) for found in lists])
+        parts: tuple[torch.Tensor, ...] = self._staging.carry(lists).split([len(found) for found in lists])
         return parts
 
 
