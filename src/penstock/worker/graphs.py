@@ -17,7 +17,6 @@ from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
 from penstock.layers.step import Delta
 from penstock.models.adapters import APART, EMBEDDING, HEAD
-from penstock.parallel.lockstep import Lockstep
 from penstock.parallel.pipe import Pipe
 from penstock.worker.adapters import Adapters
 from penstock.worker.dummy import dummy_plan, filled, spread
@@ -236,8 +235,12 @@ class Runner:
         # CUDA graphs return neither the hidden states of all tokens, nor embeddings that adapters have changed.
         eager = every or branches is not None or (self.adapters is not None and self.adapters.adapted(plan, EMBEDDING, APART))
         found = self.graphs.bucket(plan, count) if self.graphs is not None and not eager else None
-        if self.model.lockstep is not None:
-            found = self._agreed(self.model.lockstep, plan, count, found)
+        lockstep = self.model.lockstep
+        if lockstep is not None:
+            # All ranks must replay the same graph together: of decode steps that of the largest one.
+            decodes = found is not None and found.tokens == found.segments
+            tokens = found.tokens if found is not None and decodes else self.builder.bucket(plan, count).tokens
+            found = Bucket(lockstep.most, lockstep.most) if lockstep.begin(tokens, decodes) else None
         bucket = self.builder.bucket(plan, count) if found is None else found
         if self.pipe is not None and not self.model.spec.begins:
             self.pipe.receive(self.model.entry(bucket.tokens))
@@ -261,12 +264,6 @@ class Runner:
         self._pass_on(hidden)
         at = hidden.index_select(0, builder.heads(parts, ends)) if every else hidden[:ends]
         return hidden, at, builder.lines(parts, plan, picks)
-
-    def _agreed(self, lockstep: Lockstep, plan: StepPlan, count: int, bucket: Bucket | None) -> Bucket | None:
-        """The bucket of a captured step, which all ranks must replay together: of decode steps of the size of the largest."""
-        decodes = bucket is not None and bucket.tokens == bucket.segments
-        tokens = bucket.tokens if bucket is not None and decodes else self.builder.bucket(plan, count).tokens
-        return Bucket(lockstep.most, lockstep.most) if lockstep.begin(tokens, decodes) else None
 
     def _pass_on(self, stream: torch.Tensor, copied: bool = False) -> None:
         if self.pipe is not None and not self.model.spec.ends:

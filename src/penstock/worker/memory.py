@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -230,12 +229,6 @@ def largest_steps(tokens: int, rows: int, max_model_len: int, contexts: Sequence
         one = min(tokens, max_model_len - 1)
         shapes += [StepShape(1, one, max_model_len - 1 - one), StepShape(1, min(64, one), 0)]
     return shapes
-
-
-def configure_allocator() -> None:
-    """Enables expandable segments against fragmentation, before the first GPU allocation; the environment comes first."""
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001 (no public way)
 
 
 def _free(device: torch.device) -> int:

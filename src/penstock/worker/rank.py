@@ -120,8 +120,9 @@ class Rank:
         eager = kernels.uncapturable() or self._spec.eager or self._options.offload_folder is not None
         self._config = replace(config, graph_tokens=0) if eager else config
         self._occupancy = memory.occupancy(self._device)
-        if self._occupancy is not None:
-            memory.configure_allocator()
+        if self._occupancy is not None and not set(_ALLOCATOR) & os.environ.keys():
+            # Against fragmentation, before the first GPU allocation.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # noqa: SLF001 (no public way)
         free = memory.free_bytes(self._device, self._limits.utilization)
         how = self._spec, getattr(torch, config.dtype), kernels, self._facts, free
         self._spec = replace(self._spec, resident=memory.resident(self._options.experts_on_device, *how),
@@ -150,7 +151,8 @@ class Rank:
     def load(self, progress: Progress | None = None) -> Loaded:
         """Loads weights while kernels compile, and measures steps' memory. ConfigError or ModelError: what to change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
-        self._mesh.take(self._join())
+        own_messages = not options.disable_custom_all_reduce and options.nnodes == 1
+        self._mesh.take(join(self._place, device, own_messages))
         if self._loaded is not None:
             return self._loaded
         compiled = [compilation(config if spec is self._spec else replace(config, adapters=None), spec, kernels, device)
@@ -194,9 +196,6 @@ class Rank:
         """The models that this rank has loaded, in the order of their states."""
         draft = self._drafter.model if self._drafter is not None else None
         return [model] if draft is None else [model, draft]
-
-    def _join(self) -> Mesh:
-        return join(self._place, self._device, not self._options.disable_custom_all_reduce and self._options.nnodes == 1)
 
     def _working(self, model: models.Decoder) -> memory.Working:
         """Returns the working memory of steps. Measuring takes 2 s on a GPU, so later starts find it on disk."""

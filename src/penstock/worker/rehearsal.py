@@ -104,18 +104,12 @@ class _SilentLora(LoraOps):
 def _without_values(kernels: Kernels) -> Kernels:
     """Returns a copy of `kernels` in which no-ops replace the reference implementations that read tensor values."""
     kernels = copy.copy(kernels)
-    if not kernels.chosen["attention"].capturable:
-        kernels.attention = _Silent()
-    if not kernels.chosen["experts"].capturable:
-        kernels.experts = _SilentExperts()
-    if not kernels.chosen["lora"].capturable:
-        kernels.lora = _SilentLora()
-    if not kernels.chosen["rope_write"].capturable:
-        kernels.rope_write = lambda q, *_rest, **_named: torch.empty_like(q)
-    if not kernels.chosen["cache_write"].capturable:
-        kernels.cache_write = lambda *_rest, **_named: None
-    if not kernels.chosen["delta_rule"].capturable:
-        kernels.delta_rule = lambda x, shape, *_rest: x.new_empty(len(x), shape.heads * shape.value_size)
+    silent = {"attention": _Silent(), "experts": _SilentExperts(), "lora": _SilentLora(),
+              "rope_write": lambda q, *_rest, **_named: torch.empty_like(q), "cache_write": lambda *_rest, **_named: None,
+              "delta_rule": lambda x, shape, *_rest: x.new_empty(len(x), shape.heads * shape.value_size)}
+    for op, call in silent.items():
+        if not kernels.chosen[op].capturable:
+            setattr(kernels, op, call)
     return kernels
 
 
