@@ -14,11 +14,7 @@ class Listing:
 
     def compare(self, entries: Iterable[Entry]) -> tuple[list[Entry], list[PageName | str]]:
         """(entries that are new, names that have disappeared) since the previous listing."""
-        came, names = [], set()
-        for entry in entries:
-            names.add(entry.name)
-            if entry.name not in self._names:
-                came.append(entry)
-        went = list(self._names - names)
-        self._names = names
+        there = {entry.name: entry for entry in entries}
+        came, went = [entry for name, entry in there.items() if name not in self._names], list(self._names - there.keys())
+        self._names = set(there)
         return came, went
