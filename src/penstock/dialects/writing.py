@@ -1,5 +1,5 @@
-"""Writes calls in a dialect: a model's text, which parses back to them, and the structure of an answer that must be calls,
-which `grammar/` enforces. Parameters between markers are text, elements where tags nest, or JSON."""
+"""The structure of an answer that must be calls of a dialect, which `grammar/` enforces. Parameters between markers are text,
+elements where tags nest, or JSON."""
 
 import itertools
 import json
@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.structure import Either, Json, Literal, Node, Quoted, Regex, Repeat, Sequence, Text, Triggered, Until
-from penstock.dialects.description import HARMONY, Block, Dialect, Form, Json as JsonForm, Named, Python, Tags, Written
-from penstock.dialects.schemas import KINDS, Tools, at, types_of
+from penstock.dialects.description import HARMONY, Block, Dialect, Form, Json as JsonForm, Named, Tags, Written
+from penstock.dialects.schemas import Tools, at, types_of
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef",
                         "extends", "disallow", "contentSchema", "contentMediaType", "contentEncoding"})
@@ -198,52 +198,6 @@ def _merged(parts: tuple[dict[str, Any], ...], place: str) -> dict[str, Any]:
 
 def _unenforceable(place: str, why: str) -> RequestError:
     return RequestError(f"the schema cannot be enforced at {place}: {why}", param="tools", code="unsupported_schema")
-
-
-def write(dialect: Dialect, calls: List[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns the text of these calls, each (name, arguments). AssertionError for a dialect that writes none."""
-    how = dialect.written
-    assert how is not None, f"{dialect.name} writes no calls"
-    said = [how.call.format(name=name, arguments=_arguments(dialect, how, arguments), index=index, id=f"call_{index}")
-            for index, (name, arguments) in enumerate(calls)]
-    if dialect.harmony:
-        return "<|call|><|start|>assistant".join(said)
-    return how.head + how.separator.join(said) + how.tail
-
-
-def _arguments(dialect: Dialect, how: Written, arguments: Mapping[str, Any]) -> str:
-    if not how.parameter:
-        return json.dumps(arguments, ensure_ascii=False)
-    form = dialect.blocks[0].form
-    return how.joiner.join(how.parameter.format(
-        key=key, value=_value(how, form, value), string=json.dumps(isinstance(value, str)), kind=_kind(value))
-        for key, value in arguments.items())
-
-
-def _kind(value: Any) -> str:
-    """JSON's name of a value's type."""
-    return "number" if KINDS[type(value)] == "integer" else KINDS[type(value)]
-
-
-def _value(how: Written, form: object, value: Any) -> str:
-    if isinstance(form, Tags):
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        # The reader strips one line break at each end, and the text around the value has none.
-        bare = form.trim and "\n{value}\n" not in how.parameter
-        return f"\n{text}\n" if bare and text.strip("\n") != text else text
-    if isinstance(form, Python):
-        return repr(value)
-    return _quoted(value, form.quote) if isinstance(form, Named) else json.dumps(value, ensure_ascii=False)
-
-
-def _quoted(value: Any, quote: str) -> str:
-    if isinstance(value, str):
-        return quote + value + quote
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_quoted(key, quote)}:{_quoted(each, quote)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(_quoted(each, quote) for each in value) + "]"
-    return json.dumps(value)
 
 
 def structure(dialect: Dialect, tools: Tools, parallel: bool) -> Node:

@@ -12,7 +12,7 @@ from penstock.dialects.description import Dialect
 from penstock.dialects.known import DIALECTS
 from penstock.dialects.message import Built, Content, Message
 from penstock.dialects.parser import Parser
-from penstock.dialects.writing import write
+from tests.unit.dialects.written import write
 
 WRITERS = sorted(name for name, dialect in DIALECTS.items() if dialect.written is not None)
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r"), max_size=12) | st.sampled_from(

@@ -12,8 +12,9 @@ from penstock.dialects.description import Dialect, Python
 from penstock.dialects.known import DIALECTS
 from penstock.dialects.parser import Parser
 from penstock.dialects.schemas import Tools
-from penstock.dialects.writing import structure, triggered, write
+from penstock.dialects.writing import structure, triggered
 from penstock.grammar.definition import _bytes_tokenizer, limits, node_grammar
+from tests.unit.dialects.written import write
 from tests.unit.grammar.answers import judge
 
 GIVEN = [{"type": "function", "function": {"name": "look", "parameters": {
