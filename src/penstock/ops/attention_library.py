@@ -16,6 +16,8 @@ from penstock.ops.attention import Geometry, Ints, Rows, Seen, Span
 from penstock.ops.codec import Scales
 from penstock.ops.codec_triton import decoding
 
+kernels = gpu.Kernels("attention_kernel")
+
 LONG = 1024
 """Minimum queries of a segment that the library computes: 612 TFLOP/s of the causal triangle at 8,192 queries against 440 of
 our kernel, and 514 against 335 at 4 x 2,048 (bench/results). At 512 the overhead of the calls outweighs the gain."""
@@ -206,14 +208,12 @@ def gathered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scal
 def _gather(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: Scales | None, table: torch.Tensor, begin: int, end: int,
             k: torch.Tensor, v: torch.Tensor) -> None:
     """Copies keys and values of the first G rows of `table` from `begin` on to k and v [G, N, KV, D]; zeros from `end` on."""
-    from penstock.ops.attention_kernel import gather  # triton takes 0.3 s to import, and may be absent
-
     kv_heads, page, size = *k_cache.shape[1:3], k.shape[3]
-    linked, (given, forms, fixed) = gpu.linked(k.device), decoding(scales, k_cache, v_cache, k)
-    gather[(kv_heads, k.shape[1] // 64, len(k))](
+    given, forms, fixed = decoding(scales, k_cache, v_cache, k)
+    kernels.gather[(kv_heads, k.shape[1] // 64, len(k))](
         k_cache, v_cache, k, v, table, table.stride(0), begin, end, *k_cache.stride()[:3], *given[:4], *fixed, *given[4:],
-        **forms, size=size, page_size=page, block_n=64, block_d=max(16, gpu.covering(size)), linked=linked, num_warps=4,
-        launch_pdl=linked)
+        **forms, size=size, page_size=page, block_n=64, block_d=max(16, gpu.covering(size)), num_warps=4,
+        **gpu.linked(k.device))
 
 
 def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
@@ -249,17 +249,15 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, caus
 
 def _join(parts: Sequence[_Part], out: torch.Tensor) -> _Part:
     """Merges up to `PARTS` partial results into the softmax over all their keys, written to `out` [N, H, D]."""
-    from penstock.ops.attention_kernel import join  # as above
-
     tokens, heads, size = out.shape
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=out.device)
-    block_d, linked = gpu.covering(size), gpu.linked(out.device)
+    block_d = gpu.covering(size)
     block_h = max(1, min(gpu.covering(heads), 2048 // block_d))
     given = [*parts, *[parts[0]] * (PARTS - len(parts))]
-    join[(tokens, -(-heads // block_h))](
+    kernels.join[(tokens, -(-heads // block_h))](
         out, lse, *(part.out for part in given), *(part.lse for part in given), heads, out.stride(0), out.stride(1),
         lse.stride(0), *(part.out.stride(0) for part in given), *(part.lse.stride(0) for part in given), size=size,
-        count=len(parts), block_h=block_h, block_d=block_d, linked=linked, num_warps=4, launch_pdl=linked)
+        count=len(parts), block_h=block_h, block_d=block_d, num_warps=4, **gpu.linked(out.device))
     return _Part(out, lse)
 
 

@@ -137,24 +137,22 @@ class TritonAttention(AttentionOps):
         block_d = _block(size)
         room = launch.slots * kv_heads * group
         parts = torch.empty(room * (block_d + 2), dtype=torch.float32, device=q.device)
-        linked, (given, forms, fixed) = gpu.linked(q.device), decoding(scales, k_cache, v_cache, q)
+        given, forms, fixed = decoding(scales, k_cache, v_cache, q)
         # Float16 has no room for small weights times small scales.
         words = not broad and not self.invariant and _by_words(scales, k_cache, q)
         lift = 64.0 if words or (scales is not None and q.dtype is torch.float16) else 1.0
         attend[(kv_heads, launch.items)](
-            q, k_cache, v_cache, out, logs, table, out if sinks is None else sinks,
-            out if slopes is None else slopes,
+            q, k_cache, v_cache, out, logs, table, out if sinks is None else sinks, out if slopes is None else slopes,
             *((out, out) if tree is None else tree), work[launch.offset:], work[launch.mates:],
             work[launch.counters:], parts, parts[room * block_d:], scale * fixed[0], softcap, geometry.window,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], out.stride(0), out.stride(1),
             table.stride(0), *given, fixed[1] / lift, lift, **forms, group=group, size=size, tail=geometry.tail,
-            page_size=geometry.page, block_m=shape.block_m,
-            block_n=shape.block_n, block_d=block_d, block_t=_block(geometry.tail), rows=shape.queries * group,
-            windowed=geometry.window > 0, capped=softcap != 0.0, sunk=sinks is not None,
-            sloped=(slopes is not None) + 2 * (tree is not None),
-            fixed=self.invariant, edges=broad, shared=launch.shared, linked=linked,
-            fields=attention_work.FIELDS, words=words, fast=q.device.type != "cpu", num_warps=shape.warps,
-            num_stages=_stages(shape, geometry, q.device), launch_pdl=linked)
+            page_size=geometry.page, block_m=shape.block_m, block_n=shape.block_n, block_d=block_d,
+            block_t=_block(geometry.tail), rows=shape.queries * group, windowed=geometry.window > 0,
+            capped=softcap != 0.0, sunk=sinks is not None, sloped=(slopes is not None) + 2 * (tree is not None),
+            fixed=self.invariant, edges=broad, shared=launch.shared, fields=attention_work.FIELDS, words=words,
+            fast=q.device.type != "cpu", num_warps=shape.warps, num_stages=_stages(shape, geometry, q.device),
+            **gpu.linked(q.device))
 
 
 def _by_words(scales: Scales | None, cache: torch.Tensor, q: torch.Tensor) -> bool:

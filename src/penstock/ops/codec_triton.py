@@ -18,7 +18,7 @@ def cache_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: 
     tokens, heads, size = k.shape
     if not tokens:
         return
-    codec, linked = scales.codec, gpu.linked(k.device)
+    codec = scales.codec
     found: dict[str, int | float | str] = {}
     for name, coding in (("k", codec.key), ("v", codec.value)):
         tall = {8: 1, 4: 2, 3: 8}[coding.bits]
@@ -28,7 +28,7 @@ def cache_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: 
     kernel[(tokens, heads)](
         k, v, slots, k_cache, v_cache, ks[0], vs[0], tabled(codec.key, k), tabled(codec.value, k), *codec.scales,
         *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *ks[1:], *vs[1:], size=size,
-        page=k_cache.shape[2], gguf=codec.key.gguf, linked=linked, num_warps=1, launch_pdl=linked, **found)
+        page=k_cache.shape[2], gguf=codec.key.gguf, num_warps=1, **gpu.linked(k.device), **found)
 
 
 def beside(scales: torch.Tensor | None, cache: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:

@@ -16,6 +16,8 @@ from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded, codes
 from penstock.ops.linear_triton import Tile, parts_of, tickets_of
 from penstock.ops.table import register
 
+kernels, plain = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernels")
+
 MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
 
@@ -84,8 +86,6 @@ def aligned(x: torch.Tensor) -> int:
 def launch(cut: Tile, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias: torch.Tensor | None,
            dtype: torch.dtype, gate: str | None = None) -> torch.Tensor:
     """The product by Triton, plus bias, in `dtype`; with a gate, gated in the epilogue (half of n a multiple of 64)."""
-    from penstock.ops import coded_kernels as kernels  # Triton: heavy, and not everywhere
-
     rows, n = x.shape[0], weight.n if gate is None else weight.n // 2
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     count = -(-n // cut.wide) * -(-rows // cut.tall)
@@ -94,14 +94,14 @@ def launch(cut: Tile, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWei
     programs, partial, tickets = parts_of(cut, count, out, gate is not None,
                                           torch.int32 if x.dtype is torch.int8 else torch.float32)
     assert cut.split == 1 or 256 % (cut.deep * weight.unit) == 0, "parts of K begin at multiples of 256"
-    linked, align = gpu.linked(x.device), aligned(x)
+    align = aligned(x)
     kernels.product[(count, programs)](
         x, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, partial, tickets, rows, n, weight.k,
         x.stride(0) // align, weight.padded, weight.spread, tall=cut.tall, wide=cut.wide, unit=weight.unit, count=cut.deep,
         split=cut.split, joined=cut.joined, swap=cut.swap, even=weight.k == weight.padded, align=align, group=cut.group,
         kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, scaled=weight.scaled,
-        four=weight.four, gate=gate, linked=linked, stages=cut.stages, fast=x.device.type != "cpu", num_warps=cut.warps,
-        num_stages=cut.stages, launch_pdl=linked)
+        four=weight.four, gate=gate, stages=cut.stages, fast=x.device.type != "cpu", num_warps=cut.warps,
+        num_stages=cut.stages, **gpu.linked(x.device))
     return out
 
 
@@ -124,16 +124,14 @@ def launch_fragments(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | 
                      gate: str | None = None, cut: tuple[int, int, int, int, int | None] | None = None) -> torch.Tensor:
     """The product of at most 8 rows with a matrix of 4-bit integers by tensor cores fed from registers: `fragmented` says of
     which. cut: as of `fragment`."""
-    from penstock.ops import coded_kernels as kernels
-
-    rows, n, linked = x.shape[0], weight.n if gate is None else weight.n // 2, gpu.linked(x.device)
+    rows, n = x.shape[0], weight.n if gate is None else weight.n // 2
     tall, groups, span, ahead, most = cut or fragment(rows, weight, gate is not None)
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     kernels.fragments[(-(-n // (16 * groups)),)](
         x, weight.data.view(torch.int32), weight.words, weight.gains, bias, out, rows, n, weight.k, weight.padded,
         weight.spread, x.stride(0) // 8, tall=tall, groups=groups, span=span, ahead=ahead,
         once=weight.padded // 128 <= span * 8 // tall, scales=weight.scales, form=weight.form, half=weight.half,
-        gate=gate, linked=linked, fast=x.device.type != "cpu", num_warps=span, num_stages=1, maxnreg=most, launch_pdl=linked)
+        gate=gate, fast=x.device.type != "cpu", num_warps=span, num_stages=1, maxnreg=most, **gpu.linked(x.device))
     return out
 
 
@@ -146,9 +144,7 @@ def fragmented(x: torch.Tensor, weight: CodedWeight) -> bool:
 def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
                  gate: str | None = None) -> torch.Tensor:
     """The product of one row with FP8 codes that have no scales but of rows, without tensor cores: `readable` says of which."""
-    from penstock.ops import linear_kernels as kernels
-
-    n, k, linked = weight.n if gate is None else weight.n // 2, weight.k, gpu.linked(x.device)
+    n, k = weight.n if gate is None else weight.n // 2, weight.k
     out = torch.empty(1, n, dtype=dtype, device=x.device)
     v, scale = codes_of(x, weight) or (x, weight.input_scale)
     rounding = weight.scaled != "none" and v.dtype is not FP8
@@ -159,10 +155,10 @@ def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
         deep, warps = 1024, 4
     deep = min(deep, gpu.covering(k))
     paired = paired and deep >= 256 * warps  # a thread has eight columns of a row
-    kernels.matvec[(-(-n // wide),)](
+    plain.matvec[(-(-n // wide),)](
         v, weight.data, weight.gains, scale, bias, out, n, k, wide=wide, deep=deep, stages=stages,
-        ahead=min(ahead, k // deep), even=k % deep == 0, kind=gate, linked=linked, whole=gpu.covering(k), paired=paired,
-        most=MOST[FP8] if rounding else 0.0, num_warps=warps, num_stages=stages, launch_pdl=linked)
+        ahead=min(ahead, k // deep), even=k % deep == 0, kind=gate, whole=gpu.covering(k), paired=paired,
+        most=MOST[FP8] if rounding else 0.0, num_warps=warps, num_stages=stages, **gpu.linked(x.device))
     return out
 
 
@@ -177,23 +173,19 @@ def quantized(x: torch.Tensor, weight: CodedWeight) -> tuple[torch.Tensor, torch
     found = codes_of(x, weight)
     if found is not None:
         return found
-    from penstock.ops.coded_kernels import quantize
-
     rows, k = x.shape
     codes, scales = empty_codes(rows, weight)
     if rows == 0:
         return codes, scales
-    linked, align, block = gpu.linked(x.device), aligned(x), gpu.covering(weight.span)
-    quantize[(rows, len(scales))](
+    align, block = aligned(x), gpu.covering(weight.span)
+    kernels.quantize[(rows, len(scales))](
         x, codes, scales, weight.input_scale, x.stride(0) // align, k, block=block, span=weight.span, align=align,
-        most=MOST[codes.dtype], linked=linked, num_warps=max(1, min(16, block // 256)), launch_pdl=linked)
+        most=MOST[codes.dtype], num_warps=max(1, min(16, block // 256)), **gpu.linked(x.device))
     return codes, scales
 
 
 def decoded(weight: CodedWeight, dtype: torch.dtype, ids: torch.Tensor | None = None) -> torch.Tensor:
     """The matrix [n, k], or rows `ids` [T] of it, stored columns in order, rounded to `dtype`."""
-    from penstock.ops import coded_kernels as kernels
-
     n = weight.n if ids is None else len(ids)
     out = torch.empty(n, weight.k, dtype=dtype, device=weight.data.device)
     if n:

@@ -19,14 +19,14 @@ def delta_rule(x: torch.Tensor, shape: DeltaShape, weights: DeltaWeights, state:
     from penstock.ops import delta_kernel as kernels  # Triton: heavy, and not everywhere
 
     key_heads, heads, key_size, value_size, kernel, eps = shape
-    tokens, segments, most, linked = len(x), len(context), state.inputs.shape[2] - kernel + 1, gpu.linked(x.device)
+    tokens, segments, most = len(x), len(context), state.inputs.shape[2] - kernel + 1
     out = torch.empty(tokens, heads * value_size, dtype=x.dtype, device=x.device)
     if tokens == 0 or segments == 0:
         return out.zero_()
     rows, wide, high = tokens + most * segments, max(4, gpu.covering(key_size)), gpu.covering(value_size)
     mixed, updates = (torch.empty(rows, size, device=x.device) for size in (key_heads * shape.channels, 2 * heads))
     sizes = {"key_heads": key_heads, "shared": shape.shared, "key_size": key_size, "value_size": value_size, "most": most,
-             "page": state.page, "linked": linked, "num_warps": 1, "launch_pdl": linked}
+             "page": state.page, "num_warps": 1, **gpu.linked(x.device)}
     steps = state.at, table, query_start, context, mixed
     pages = x.stride(0), state.inputs.stride(0), state.at.stride(0), table.stride(0)
     kernels.mix[(rows, key_heads, 2 + shape.shared)](

@@ -87,13 +87,13 @@ def product(tile: "Tile", x: torch.Tensor, stack: Stack, bias: torch.Tensor | No
     if gated and inward:  # a row for each pick, with its weight in it
         x, count = (x[:, None] * scales[..., None]).to(x.dtype).flatten(0, 1), 1
     codes, xs = (x, x) if weight.scaled == "none" else quantized(x, weight)
-    kind, linked = glu or Glu(), gpu.linked(x.device) and total <= 4096
+    kind = glu or Glu()
     shared: dict[str, Any] = {
         "count": count, "wide": tile.wide, "unit": weight.unit, "units": fitting(weight, tile.deep),
         "even": stack.k == weight.padded, "kind": weight.kind, "form": weight.form, "half": weight.half, "parts": weight.scales,
         "scaled": weight.scaled, "four": weight.four, "stages": tile.stages, "fast": x.device.type != "cpu", "gated": gated,
         "activation": kind.kind, "alpha": kind.alpha, "limit": kind.limit, "shift": kind.shift, "inward": inward,
-        "linked": linked, "num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": linked}
+        "num_warps": tile.warps, "num_stages": tile.stages, **gpu.linked(x.device, total <= 4096)}
     read = codes, xs, stack.data, where, weight.words, weight.gains, weight.table, bias, out, picks
     sizes = codes.stride(0), codes.shape[0], weight.padded, weight.spread
     if tile.tall == 1:

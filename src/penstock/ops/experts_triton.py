@@ -19,6 +19,8 @@ from penstock.ops.experts_hosted import HostedStack
 from penstock.ops.linear_triton import Tile
 from penstock.ops.table import register
 
+kernels = gpu.Kernels("experts_kernels")
+
 
 class Plan(NamedTuple):
     """The tiles of both products, whose rows are picks of one expert, and whether those are sorted first, with one `tall`."""
@@ -108,18 +110,15 @@ class Sorted(NamedTuple):
 
 def _sort(picks: torch.Tensor, experts: int, tall: int) -> Sorted:
     """The picks by expert, and the tiles of `tall` of them."""
-    from penstock.ops import experts_kernels as kernels  # Triton: heavy, and not everywhere
-
     total, slots = picks.numel(), max(16, gpu.covering(experts))
     count = total // tall + min(experts, total)
     sizes = (total, experts + 2, count, count)
     order, starts, tile_expert, tile_place = picks.new_empty(sum(sizes)).split(sizes)
     found = Sorted(order, starts, tile_expert, tile_place)
     if total <= _ARRANGED:
-        linked = gpu.linked(picks.device)
         block = gpu.covering(max(total, 128))
         kernels.arrange[(experts,)](picks, *found, total, count, experts=experts, slots=slots, block=block, tall=tall,
-                                    linked=linked, num_warps=4 if block <= 1024 else 8, launch_pdl=linked)
+                                    num_warps=4 if block <= 1024 else 8, **gpu.linked(picks.device))
         return found
     counts = picks.new_zeros(slots)
     cursor, block = torch.empty_like(counts), 1024
@@ -137,8 +136,6 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
     if coded is not None and not tile.boxed and (not tile.ahead or (inward and glu is not None)):
         experts_coded.product(tile, x, stack, bias, picks, scales, found, out, glu, inward)
         return
-    from penstock.ops import experts_kernels as kernels
-
     total, count = picks.numel(), picks.shape[1]
     gated, k, experts = glu is not None, stack.k, stack.count
     n = stack.n // 2 if gated else stack.n
@@ -163,8 +160,7 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
                                     tall=tile.tall, group=tile.group, even=even, num_stages=tile.stages, **shared)
         return
     block = (tile.tall + tile.wide * (2 if gated else 1)) * tile.deep * x.element_size()
-    linked = gpu.linked(x.device) and total <= 4096
-    shared |= {"even": even, "linked": linked, "launch_pdl": linked,
+    shared |= {"even": even, **gpu.linked(x.device, total <= 4096),
                "num_stages": max(1, min(tile.stages, gpu.shared_bytes(x.device) // block))}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep) if not gated else 0
@@ -184,8 +180,6 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
 def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
            up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
     """The operation by a plan's kernels."""
-    from penstock.ops import experts_kernels as kernels
-
     tokens, count = picks.shape
     width, total = x.shape[1], picks.numel()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -197,9 +191,8 @@ def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tens
     _product(plan.up, x, up, up_bias, picks, weights, found, inner, glu, inward)
     _product(plan.down, inner, down, down_bias, picks, weights, found, results, None, inward)
     block = min(1024, gpu.covering(width))
-    linked = gpu.linked(x.device) and total <= 4096
-    kernels.add_up[(tokens, -(-width // block))](results, picks, out, width=width, count=count, block=block, linked=linked,
-                                                 num_warps=4, launch_pdl=linked)
+    kernels.add_up[(tokens, -(-width // block))](results, picks, out, width=width, count=count, block=block, num_warps=4,
+                                                 **gpu.linked(x.device, total <= 4096))
     return out
 
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,16 @@ OLDEST = (8, 0)
 
 MULTIPROCESSORS = 132
 """Of an H200. Work is divided for this number on other GPUs too, which costs a little time and changes no result."""
+
+
+class Kernels:
+    """A module of Triton kernels of this package, imported at the first use of one: Triton is heavy, and not everywhere."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, kernel: str) -> Any:
+        return getattr(importlib.import_module(f"penstock.ops.{self._name}"), kernel)
 
 
 class Chip(NamedTuple):
@@ -63,11 +73,13 @@ def multiprocessors(device: torch.device) -> int:
     return chip(device).multiprocessors
 
 
-def linked(device: torch.device) -> bool:
-    """Whether kernels use programmatic dependent launch: a kernel may start before the previous one has ended.
+def linked(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """A launch's options for programmatic dependent launch, where it is `wanted` and there: a kernel may start before the
+    previous one has ended.
 
     Every program of such a kernel must wait (`gdc_wait`) before it reads or writes memory that other kernels write."""
-    return capability(device) >= (9, 0)
+    there = wanted and capability(device) >= (9, 0)
+    return {"linked": there, "launch_pdl": there}
 
 
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}

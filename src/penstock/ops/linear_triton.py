@@ -14,6 +14,8 @@ from penstock.ops import gpu, rows_triton
 from penstock.ops.linear import Weight
 from penstock.ops.table import register
 
+kernels = gpu.Kernels("linear_kernels")
+
 
 class Tile(NamedTuple):
     """The tile sizes of a GEMM: a program computes `tall` x `wide` outputs over K in blocks of `deep`, in `stages` stages."""
@@ -135,8 +137,6 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
            kind: str | None = None, late: bool = False, helpers: int = 0, **adapters: Any) -> torch.Tensor:
     """The GEMM by Triton, plus bias, in `dtype`; with a kind, gated in the epilogue. Fast if `aligned`. `late`: as in
     ops/linear_kernels.py::tiles; `helpers` programs, and arguments of theirs, as in `matvec`."""
-    from penstock.ops import linear_kernels as kernels  # Triton: heavy, and not everywhere
-
     rows, k, n = x.shape[0], weight.k, weight.n if kind is None else weight.n // 2
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows == 0:
@@ -145,10 +145,9 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
         return _launch_boxed(tile, x, weight, bias, out, kind)
     align = 16 if aligned(x, weight) else 1
     columns = -(-n // tile.wide)
-    linked = gpu.linked(x.device)
     stages = _stages(tile, tile.deep * x.element_size(), x.device, kind is not None)
-    shared = {"wide": tile.wide, "deep": tile.deep, "even": k % tile.deep == 0, "kind": kind, "linked": linked,
-              "num_warps": tile.warps, "num_stages": stages, "launch_pdl": linked}
+    shared = {"wide": tile.wide, "deep": tile.deep, "even": k % tile.deep == 0, "kind": kind,
+              "num_warps": tile.warps, "num_stages": stages, **gpu.linked(x.device)}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep)
         kernels.matvec[(helpers + columns,)](x, weight.data, None, None, bias, out, n, k, stages=stages, ahead=ahead, most=0.0,
@@ -166,8 +165,6 @@ def launch(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | Non
 def _launch_boxed(tile: Tile, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor,
                   kind: str | None) -> torch.Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from penstock.ops import linear_kernels as kernels
 
     (rows, n), k, data = out.shape, weight.k, weight.data
     boxes = [TensorDescriptor.from_tensor(tensor, block) for tensor, block in (

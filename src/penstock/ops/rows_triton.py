@@ -14,6 +14,7 @@ from penstock.ops.routing import Routing
 from penstock.ops.step import Moving, StepTensors
 from penstock.ops.table import register
 
+kernels, _activation = gpu.Kernels("rows_kernels"), gpu.Kernels("activation_kernel")
 _COPIED = 2048
 
 
@@ -22,15 +23,13 @@ def gather(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     not checked.
 
     Never uses programmatic dependent launch: kernels after it rely on all before it having ended (`rope_write` does)."""
-    from penstock.ops.rows_kernels import gather as kernel  # Triton: heavy, and not everywhere
-
     rows, width = len(ids), table.shape[1]
     out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
     if rows == 0:
         return out
     block = min(_COPIED, gpu.covering(width))
-    kernel[(rows, -(-width // block))](ids, table, out, width=width, block=block,
-                                       num_warps=max(1, min(8, block * table.element_size() // 512)))
+    kernels.gather[(rows, -(-width // block))](ids, table, out, width=width, block=block,
+                                               num_warps=max(1, min(8, block * table.element_size() // 512)))
     return out
 
 
@@ -42,8 +41,6 @@ so its bits. 32 bytes took the same time with 8,192 rows on an H200."""
 def _normalised(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
                 eps: float, offset: float, centred: bool, reader: Weight | None = None) -> torch.Tensor:
     """The norm of x [rows, width] + residual, contiguous; residual then holds the sum."""
-    from penstock.ops.rows_kernels import normalise  # Triton: heavy, and not everywhere
-
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -53,12 +50,11 @@ def _normalised(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
     warps = min(16, max(1, tall * block * x.element_size() // (_VECTOR * 32)))
     stride = x.stride(0) if residual is None else residual.stride(0)
     align = math.gcd(16, x.stride(0), stride)
-    linked = gpu.linked(x.device)
     codes, scales, fixed, span, most = attached(out, reader)
-    normalise[(-(-rows // tall),)](
+    kernels.normalise[(-(-rows // tall),)](
         x, residual, weight, bias, out, codes, scales, fixed, rows, x.stride(0) // align, stride // align, float(eps),
         float(offset), width=width, block=block, tall=tall, align=align, centred=centred, span=min(span, block), most=most,
-        linked=linked, num_warps=warps, launch_pdl=linked)
+        num_warps=warps, **gpu.linked(x.device))
     return out
 
 
@@ -85,8 +81,6 @@ _ACTIVATED = 1024
 
 def _activated(x: torch.Tensor, kind: str, gated: bool, reader: Weight | None = None) -> torch.Tensor:
     """Where no GEMM epilogue computes them: each element is read and written once."""
-    from penstock.ops.activation_kernel import apply  # Triton: heavy, and not everywhere
-
     flat = x.reshape(-1, x.shape[-1])
     rows, width = flat.shape[0], flat.shape[1] // 2 if gated else flat.shape[1]
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
@@ -97,10 +91,10 @@ def _activated(x: torch.Tensor, kind: str, gated: bool, reader: Weight | None = 
     block = max(_ACTIVATED, span)
     pieces = -(-width // block)
     # With many programs, those that wait for the previous kernel would take the place of working ones.
-    linked = gpu.linked(x.device) and rows * pieces <= 8 * gpu.multiprocessors(x.device)
-    apply[(rows, pieces)](flat, out, codes, scales, fixed, flat.stride(0) // align, rows, width=width, block=block, align=align,
-                          kind=kind, gated=gated, span=span, most=most, linked=linked,
-                          num_warps=min(16, 4 * block // _ACTIVATED), launch_pdl=linked)
+    linked = gpu.linked(x.device, rows * pieces <= 8 * gpu.multiprocessors(x.device))
+    _activation.apply[(rows, pieces)](
+        flat, out, codes, scales, fixed, flat.stride(0) // align, rows, width=width, block=block, align=align, kind=kind,
+        gated=gated, span=span, most=most, num_warps=min(16, 4 * block // _ACTIVATED), **linked)
     return out
 
 
@@ -127,8 +121,6 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positio
                k_cache: torch.Tensor, v_cache: torch.Tensor | None, cos: torch.Tensor | None = None,
                sin: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
                eps: float = 1e-6, offset: float = 0.0, interleaved: bool = False) -> torch.Tensor:
-    from penstock.ops.rows_kernels import rope_write as kernel  # Triton: heavy, and not everywhere
-
     tokens, heads, size = q.shape
     kv_heads = k.shape[1]
     out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
@@ -138,14 +130,13 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positio
     whole = gpu.covering(size)
     many = max(1, min(gpu.covering(heads), _NUMBERS.get(whole, 1024) // whole))
     warps = min(8, max(1, many * whole // 512))
-    linked = gpu.linked(q.device)
-    kernel[(tokens, -(-heads // many) - (-kv_heads // many))](
+    kernels.rope_write[(tokens, -(-heads // many) - (-kv_heads // many))](
         q, k, v, positions, slots, k_cache, v_cache, cos, sin, q_norm, k_norm, out, float(eps), float(offset),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), *((0, 0) if v is None else v.stride()[:2]),
         *k_cache.stride()[:3], *((0, 0, 0) if v_cache is None else v_cache.stride()[:3]), heads=heads,
-        kv_heads=kv_heads, size=size, page=k_cache.shape[2],
-        half=half, near=gpu.covering(half), far=gpu.covering(size - 2 * half), whole=whole, many=many, linked=linked,
-        early=_EARLY, interleaved=interleaved, num_warps=warps, launch_pdl=linked)
+        kv_heads=kv_heads, size=size, page=k_cache.shape[2], half=half, near=gpu.covering(half),
+        far=gpu.covering(size - 2 * half), whole=whole, many=many, early=_EARLY, interleaved=interleaved, num_warps=warps,
+        **gpu.linked(q.device))
     return out
 
 
@@ -153,19 +144,16 @@ def rope_write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positio
 def latent_write(q: torch.Tensor, latent: torch.Tensor, norm: torch.Tensor, eps: float, positions: torch.Tensor,
                  slots: torch.Tensor, cache: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool,
                  out: torch.Tensor) -> None:
-    from penstock.ops.rows_kernels import latent_write as kernel  # Triton: heavy, and not everywhere
-
     tokens, heads, size = q.shape
     half, width = cos.shape[1], norm.shape[0]
     if tokens == 0:
         return
     many = min(16, gpu.covering(heads))
-    linked = gpu.linked(q.device)
-    kernel[(tokens, 1 - (-heads // many))](
+    kernels.latent_write[(tokens, 1 - (-heads // many))](
         q, latent, norm, positions, slots, cache, cos, sin, out, float(eps), q.stride(0), q.stride(1), latent.stride(0),
         cache.stride(0), cache.stride(2), out.stride(0), out.stride(1), heads=heads, start=size - 2 * half, width=width,
         half=half, page=cache.shape[2], interleaved=interleaved, many=many, near=gpu.covering(half), wide=gpu.covering(width),
-        linked=linked, num_warps=4, launch_pdl=linked)
+        num_warps=4, **gpu.linked(q.device))
 
 
 @register("head_linear", "library", rank=10, supports=gpu.supports, batch_invariant=False)
@@ -183,17 +171,13 @@ class InvariantHeadLinear(HeadLinearOps):
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        from penstock.ops.rows_kernels import head_linear as kernel  # as above
-
         tokens, heads, k = x.shape
         n = weight.shape[2]
         if tokens == 0:
             return
-        linked = gpu.linked(x.device)
-        kernel[(-(-tokens // 16), heads, -(-n // 64))](
+        kernels.head_linear[(-(-tokens // 16), heads, -(-n // 64))](
             x, weight, out, tokens, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), weight.stride(2),
-            out.stride(0), out.stride(1), n=n, k=k, block_m=16, block_n=64, block_k=64, linked=linked, num_warps=4,
-            launch_pdl=linked)
+            out.stride(0), out.stride(1), n=n, k=k, block_m=16, block_n=64, block_k=64, num_warps=4, **gpu.linked(x.device))
 
 
 @register("route", "triton", rank=10, supports=gpu.supports)
@@ -204,18 +188,17 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, routing_: Routi
                                       or block < 2 * routing_.groups)
     if routing_.score == "sparsemixer" or uneven:
         return routing.route(logits, correction, routing_, counts, live)
-    from penstock.ops.rows_kernels import route as kernel  # Triton: heavy, and not everywhere
-
     tokens, count = len(logits), routing_.picks
     picks = torch.empty(tokens, count, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, count, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return picks, weights
-    linked = gpu.linked(logits.device) and tokens <= 8 * gpu.multiprocessors(logits.device)
-    kernel[(tokens,)](logits.contiguous(), correction, picks, weights, counts, live, experts=routing_.experts, block=block,
-                      count=count, slots=gpu.covering(count), score=routing_.score, normalise=routing_.normalise,
-                      scale=routing_.scale, least=routing_.least, groups=routing_.groups, picked=routing_.picked_groups,
-                      two=routing_.group_score == "two", linked=linked, num_warps=1, launch_pdl=linked)
+    linked = gpu.linked(logits.device, tokens <= 8 * gpu.multiprocessors(logits.device))
+    kernels.route[(tokens,)](
+        logits.contiguous(), correction, picks, weights, counts, live, experts=routing_.experts, block=block, count=count,
+        slots=gpu.covering(count), score=routing_.score, normalise=routing_.normalise, scale=routing_.scale,
+        least=routing_.least, groups=routing_.groups, picked=routing_.picked_groups, two=routing_.group_score == "two",
+        num_warps=1, **linked)
     return picks, weights
 
 
@@ -231,17 +214,13 @@ _PIECES = 4
 def bring(host: torch.Tensor, there: torch.Tensor) -> None:
     """By a kernel that reads the host's memory: behind a graph, the call of a copy returns only when the graph has nearly run,
     so that the next graph comes late; and copies queue behind the loads of pages."""
-    from penstock.ops.rows_kernels import bring as kernel  # Triton: heavy, and not everywhere
-
-    kernel[(-(-len(there) // _WORDS),)](host, there, len(there), block=_WORDS, num_warps=4)
+    kernels.bring[(-(-len(there) // _WORDS),)](host, there, len(there), block=_WORDS, num_warps=4)
 
 
 @register("build_step", "triton", rank=10, supports=gpu.supports)
 def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tensor, start: torch.Tensor,
                query_start: torch.Tensor, page: int, tokens: int, columns: int) -> StepTensors:
     """For all cache groups in one launch. Block table entries beyond a segment's context are left uninitialised."""
-    from penstock.ops.rows_kernels import build_step as kernel  # Triton: heavy, and not everywhere
-
     device, segments = known.device, len(row)
     # Each output begins at a multiple of 64 bytes, whatever the step: alignment is part of what kernels are compiled for.
     flat, cut_row = -(-tokens // 16) * 16, -(-columns // 16) * 16
@@ -253,11 +232,10 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
     # By the longest possible context, not this step's: otherwise every length would compile its own kernel.
     wide = max(128, gpu.covering(-(-tables[0].shape[1] // _PIECES)))
     pieces = -(-columns // wide)
-    linked = gpu.linked(device)
-    kernel[(-(-tokens // _STEPPED) + segments * pieces,)](
+    kernels.build_step[(-(-tokens // _STEPPED) + segments * pieces,)](
         known, row, start, query_start, tuple(tables), ids[0], ids[1], tuple(cut.unbind()), tuple(slots.unbind()),
         segments, tokens, columns, segments.bit_length(), pieces, known.stride(0), stride, cut_row, page=page, block=_STEPPED,
-        wide=wide, linked=linked, num_warps=4, launch_pdl=linked)
+        wide=wide, num_warps=4, **gpu.linked(device))
     return StepTensors(ids[0, :tokens], ids[1, :tokens], [table[:, :columns] for table in cut], [s[:tokens] for s in slots])
 
 
@@ -270,10 +248,7 @@ _ITEM = {"fields": FIELDS, "place": int(WorkItem.POSITION), "whose": int(WorkIte
 @register("move_step", "triton", rank=10, supports=gpu.supports)
 def move_step(of: Moving, work: Sequence[torch.Tensor], length: torch.Tensor | None) -> None:
     """One program does it all, because it changes what it reads."""
-    from penstock.ops.rows_kernels import move_step as kernel
-
-    linked = gpu.linked(of.row.device)
     lists = work or [of.row[:0]]
     for items in lists:
-        kernel[(1,)](items, *of, length, len(items), len(of.line_row), len(of.row), first=length is not None,
-                     last=items is lists[-1], block=_MOVED, linked=linked, num_warps=4, launch_pdl=linked, **_ITEM)
+        kernels.move_step[(1,)](items, *of, length, len(items), len(of.line_row), len(of.row), first=length is not None,
+                                last=items is lists[-1], block=_MOVED, num_warps=4, **gpu.linked(of.row.device), **_ITEM)

@@ -12,6 +12,7 @@ from penstock.ops import gpu
 from penstock.ops.sample import SampleOps
 from penstock.ops.table import register
 
+kernels, filters = gpu.Kernels("sample_kernels"), gpu.Kernels("threshold_kernels")
 _RACE, _TILE, _KNOWN, _EDITS = 1024, 4096, 1024, 64
 """Elements per program: to choose; to filter, allow and score; of a row's tokens; of its edits."""
 _PARTS = 256
@@ -25,16 +26,10 @@ _GROUP = 32
 
 
 def _strided(logits: torch.Tensor) -> tuple[int, dict[str, int], dict[str, bool]]:
-    """The stride of lines, compile-time constants about it and the vocabulary that allow vectorised loads, and `_linked`."""
+    """The stride of lines, compile-time constants about it and the vocabulary that allow vectorised loads, and `gpu.linked`."""
     stride = logits.stride(0)
     align = math.gcd(16, stride)
-    return stride // align, {"vocab": logits.shape[1], "align": align}, _linked(logits.device)
-
-
-def _linked(device: torch.device) -> dict[str, bool]:
-    """Launch options for programmatic dependent launch."""
-    linked = gpu.linked(device)
-    return {"linked": linked, "launch_pdl": linked}
+    return stride // align, {"vocab": logits.shape[1], "align": align}, gpu.linked(logits.device)
 
 
 class TritonSample(SampleOps):
@@ -42,8 +37,6 @@ class TritonSample(SampleOps):
 
     def candidates(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor, position: torch.Tensor,
                    threshold: torch.Tensor | None = None, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        from penstock.ops import sample_kernels as kernels  # Triton: heavy, and not everywhere
-
         lines, device = len(logits), logits.device
         stride, shape, link = _strided(logits)
         tiles = -(-shape["vocab"] // _RACE)
@@ -58,17 +51,13 @@ class TritonSample(SampleOps):
 
     def elect(self, values: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
               position: torch.Tensor, out: torch.Tensor | None = None, shift: torch.Tensor | None = None) -> torch.Tensor:
-        from penstock.ops import sample_kernels as kernels
-
         lines, parts = values.shape
         out = torch.empty(lines, dtype=torch.int32, device=values.device) if out is None else out
         kernels.decide[(lines,)](values, places, parts, row, position, tokens, tokens.shape[1], out, shift,
-                                 wide=max(_PARTS, gpu.covering(parts)), num_warps=1, **_linked(values.device))
+                                 wide=max(_PARTS, gpu.covering(parts)), num_warps=1, **gpu.linked(values.device))
         return out
 
     def threshold(self, logits: torch.Tensor, table: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        from penstock.ops import threshold_kernels as kernels
-
         lines, device = len(logits), logits.device
         stride, shape, link = _strided(logits)
         tiles = -(-shape["vocab"] // _TILE)
@@ -77,24 +66,22 @@ class TritonSample(SampleOps):
         parts = -(-tiles // each)
         partial = torch.empty((lines, parts, 3), dtype=torch.float32, device=device)
         counters = torch.empty(lines, dtype=torch.int32, device=device)
-        first, second = (torch.empty((lines, kernels.STATE), dtype=torch.float64, device=device) for _ in range(2))
-        tallies, finer = (torch.empty((lines, tiles, kernels.PIVOTS), dtype=torch.float32, device=device) for _ in range(2))
+        first, second = (torch.empty((lines, filters.STATE), dtype=torch.float64, device=device) for _ in range(2))
+        tallies, finer = (torch.empty((lines, tiles, filters.PIVOTS), dtype=torch.float32, device=device) for _ in range(2))
         kept = torch.empty((lines, _TILE), dtype=torch.float32, device=device)
         out = torch.empty(lines, dtype=torch.float32, device=device)
         grid, shared = (lines, parts), (logits, stride, each, table, row)
         how = {**shape, **link, "tile": _TILE, "num_warps": 8}
-        kernels.extremes[grid](*shared, partial, counters, **how)
+        filters.extremes[grid](*shared, partial, counters, **how)
         how |= {"wide": gpu.covering(tiles), "room": _TILE}
-        kernels.narrow[grid](*shared, partial, first, first, tallies, opening=True, **how)
-        kernels.narrow[grid](*shared, tallies, first, second, finer, opening=False, **how)
-        kernels.gather[grid](*shared, second, finer, counters, kept, **how)
-        kernels.solve[(lines,)](logits, stride, table, row, second, finer, counters, kept, out, **how)
+        filters.narrow[grid](*shared, partial, first, first, tallies, opening=True, **how)
+        filters.narrow[grid](*shared, tallies, first, second, finer, opening=False, **how)
+        filters.gather[grid](*shared, second, finer, counters, kept, **how)
+        filters.solve[(lines,)](logits, stride, table, row, second, finer, counters, kept, out, **how)
         return out
 
     def penalize(self, logits: torch.Tensor, table: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
                  position: torch.Tensor, lines: torch.Tensor) -> None:
-        from penstock.ops import sample_kernels as kernels
-
         length = tokens.shape[1]
         stride, shape, link = _strided(logits)
         counts = torch.zeros((min(_GROUP, len(lines)), shape["vocab"]), dtype=torch.int32, device=logits.device)
@@ -107,8 +94,6 @@ class TritonSample(SampleOps):
 
     def edit(self, logits: torch.Tensor, table: torch.Tensor, lists: torch.Tensor, tokens: torch.Tensor, row: torch.Tensor,
              position: torch.Tensor, lines: torch.Tensor) -> None:
-        from penstock.ops import sample_kernels as kernels
-
         stride, shape, link = _strided(logits)
         grid = (len(lines), -(-shape["vocab"] // _TILE))
         kernels.allow[grid](lines, table, lists, row, logits, stride, tile=_TILE, num_warps=8, **shape, **link)
@@ -116,16 +101,12 @@ class TritonSample(SampleOps):
                                     align=shape["align"], num_warps=1, **link)
 
     def mask(self, logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
-        from penstock.ops import sample_kernels as kernels
-
         stride, shape, link = _strided(logits)
         kernels.mask[(len(lines), -(-shape["vocab"] // _TILE))](lines, bits, bits.shape[1], logits, stride, tile=_TILE,
                                                                  num_warps=8, **shape, **link)
 
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, top: int,
               lines: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from penstock.ops import sample_kernels as kernels
-
         if top > _SLOTS or (top and tokens.dim() > 1):
             return super().score(logits, tokens, top, lines)
         if tokens.dim() > 1:

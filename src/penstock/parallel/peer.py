@@ -150,14 +150,14 @@ class Peers:
                   weight: torch.Tensor | None = None, eps: float = 0.0, offset: float = 0.0) -> torch.Tensor:
         from penstock.parallel.peer_kernel import exchange  # Triton: heavy, and not everywhere
 
-        width, linked = RUN if residual is None else x.shape[1], gpu.linked(x.device)
+        width = RUN if residual is None else x.shape[1]
         block = gpu.covering(width)
         warps = 4 if residual is None else max(1, min(16, block * x.element_size() // 512))
         exchange[(-(-x.numel() // width),)](
             x, residual, weight, out, *self._places[residual is not None], x.numel(), self._rank,
             0 if residual is None else residual.stride(0), float(eps), float(offset), size=self._size, most=MOST,
             room=ROOM // x.element_size(), width=width, block=block, kind=kind, even=x.numel() % 16 == 0,
-            shares=x.nbytes >= self.shares, linked=linked, num_warps=warps, launch_pdl=linked)
+            shares=x.nbytes >= self.shares, num_warps=warps, **gpu.linked(x.device))
         return out
 
 
