@@ -110,8 +110,6 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """The description of one dialect."""
-
     name: str
     blocks: tuple[Block, ...] = ()
     written: Written | None = None

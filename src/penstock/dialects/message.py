@@ -46,8 +46,6 @@ class Call(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """An assistant's message."""
-
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = []

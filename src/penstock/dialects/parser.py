@@ -21,8 +21,6 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class Parser:
-    """The parser of one answer."""
-
     def __init__(self, dialect: Dialect, tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: str | None = None,
                  calls: bool = True, reasoning: bool = True, new_id: Callable[[str], str] | None = None) -> None:
         """`tools` are the request's; None if unknown. `prompt` is the text that the answer continues; it shows whether
@@ -158,7 +156,6 @@ class Parser:
         return kept
 
     def close(self) -> None:
-        """Ends the text."""
         if self._held and not self._structured:
             self._events.append(Content(self._held))
 

@@ -24,8 +24,6 @@ from penstock.quant.scheme import PLAIN, pack
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-    """Norm of queries and keys."""
-
     norm: NormSpec
     whole: bool = False
     """Of all heads together, not of each alone."""

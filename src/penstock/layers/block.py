@@ -116,7 +116,6 @@ Norm = RMSNorm | LayerNorm | NoNorm
 
 
 def build_norm(spec: NormSpec, path: str, build: Build) -> Norm:
-    """The layer of a spec."""
     if isinstance(spec, NoNormSpec):
         return NoNorm()
     return RMSNorm(spec, path, build) if isinstance(spec, RMSNormSpec) else LayerNorm(spec, path, build)
@@ -217,8 +216,6 @@ class Branch:
 
 
 class Block:
-    """One layer."""
-
     def __init__(self, spec: BlockSpec, path: str, build: Build) -> None:
         self.stages = [[Branch(branch, path, build) for branch in stage] for stage in spec.stages]
         self.mixers: list[Mixer] = [branch.body for stage in self.stages for branch in stage]

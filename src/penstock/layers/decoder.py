@@ -178,17 +178,14 @@ class Decoder:
 
     @property
     def experts(self) -> list[Experts]:
-        """The layers with experts."""
         return [mixer for block in self.blocks for mixer in block.mixers if isinstance(mixer, Experts)]
 
     def forget_picks(self) -> None:
-        """Resets the counts."""
         for layer in self.experts:
             layer.counts.zero_()
 
     @property
     def linears(self) -> list[Linear]:
-        """All projections of the blocks."""
         return [linear for block in self.blocks for mixer in block.mixers for linear in mixer.linears]
 
     def rows(self, path: str, first: int, end: int) -> torch.Tensor:

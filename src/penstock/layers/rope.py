@@ -29,8 +29,6 @@ class RopeScaling(Protocol):
 
 @dataclass(frozen=True)
 class NoScaling:
-    """No scaling."""
-
     def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
         return base_frequencies(theta, dim)
 

@@ -91,7 +91,6 @@ class ModelSpec:
                           if isinstance(mixer, ExpertsSpec) else mixer)
 
     def changed(self, change: Callable[[MixerSpec], MixerSpec]) -> ModelSpec:
-        """The model with every mixer changed."""
         return replace(self, blocks=tuple(replace(block, stages=tuple(
             tuple(replace(branch, body=change(branch.body)) for branch in stage) for stage in block.stages))
             for block in self.blocks))

@@ -29,8 +29,6 @@ from penstock.parallel.group import Group
 
 @dataclass(frozen=True)
 class DraftHead:
-    """A head that drafts for a target."""
-
     method: str
     """eagle, eagle3 or mtp."""
     folder: Path
@@ -48,7 +46,6 @@ class DraftHead:
     """The token in whose place it drafts further tokens, all in one pass (P-EAGLE); None: one after the other."""
 
     def checkpoint(self, dtype: str, device: torch.device | None = None) -> Checkpoint:
-        """Its tensors."""
         found = checkpoint_of(self.folder, self.config, self.spec, dtype, device, self.rules)
         if self.stems:
             found.tensors = {name: stored for name, stored in found.tensors.items() if name.startswith(self.stems)}

@@ -178,8 +178,6 @@ def projections(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Files:
-    """The shards of a folder."""
-
     def __init__(self, out: Path) -> None:
         self._out = out
         self._waiting: dict[str, torch.Tensor] = {}

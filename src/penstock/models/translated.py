@@ -211,7 +211,6 @@ class Translated(Checkpoint):
                         del self.tensors[name]
 
     def modules(self) -> dict[str, Form]:
-        """The modules that a form describes."""
         return {name: module.form for name, module in self._modules.items()}
 
     def rearranged(self, module: str) -> bool:

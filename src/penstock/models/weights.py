@@ -452,7 +452,6 @@ def dummy(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, kernels:
 
 
 def _repeat(stretch: torch.Tensor, out: torch.Tensor) -> None:
-    """Fills `out` with repetitions of `stretch`."""
     times, rest = divmod(len(out), len(stretch))
     out[:times * len(stretch)].view(times, len(stretch)).copy_(stretch)
     out[len(out) - rest:] = stretch[:rest]

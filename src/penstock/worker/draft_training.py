@@ -106,7 +106,6 @@ class DraftTraining:
         return loss, agreed
 
     def train(self, progress: Progress) -> None:
-        """Trains the head."""
         recipe, head = self._recipe, self.head
         highest = recipe.rate or 5e-4 * math.sqrt(1024 / self._reader.model.spec.width)
         optimizer = torch.optim.AdamW(head.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.01)

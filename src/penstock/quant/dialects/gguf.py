@@ -46,7 +46,6 @@ class _GGUF(Reader):
         return Form(scheme, given, lambda raw: {"weight": adjust(raw["weight"])})
 
     def adjust(self, name: str) -> Adjust | None:
-        """The inverse of the converter's change of a tensor, if it made one."""
         if self._permuted is not None:
             for place, part in enumerate(("q_proj", "k_proj")):
                 if name.rsplit(".", 2)[-2] == part:

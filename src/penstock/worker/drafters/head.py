@@ -20,8 +20,6 @@ from penstock.worker.verify import Verified
 
 
 class LoadedHead(LoadedDrafter):
-    """A head, loaded beside the target."""
-
     follows = True
 
     def __init__(self, model: Decoder, target: Decoder, head: DraftHead, room: int) -> None:
@@ -47,8 +45,6 @@ class LoadedHead(LoadedDrafter):
 
 
 class Head(Drafter):
-    """A head on the rows of one worker."""
-
     def __init__(self, model: Decoder, loaded: LoadedHead, host: Host) -> None:
         self._runner = Runner(model, host.rows, host.page)
         self._runner.graphs = host.capture(model)

@@ -38,8 +38,6 @@ from penstock.worker.drafting import Drafter, Host, LoadedDrafter
 
 @dataclass(frozen=True)
 class Found:
-    """The drafter that was found."""
-
     asked: Speculation
     """With the method that was found."""
     folder: Path | None = None

@@ -69,8 +69,6 @@ def check(folder: Path, config: Mapping[str, Any], tokens: int) -> None:
 
 
 class Medusa(Drafter):
-    """The heads on the rows of one worker."""
-
     def __init__(self, loaded: LoadedMedusa, host: Host) -> None:
         self._heads = loaded.heads
         self._host = host

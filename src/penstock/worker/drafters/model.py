@@ -40,8 +40,6 @@ def lag(states: Sequence[StateSpec]) -> int:
 
 
 class LoadedDraftModel(LoadedDrafter):
-    """A small model, loaded beside the target."""
-
     def __init__(self, model: Decoder, mask: int | None = None, translation: Translation | None = None) -> None:
         """`mask`: the token in whose place the model predicts one, if it drafts all tokens in one pass. `translation`: from the
         target's tokenizer to the model's, if that is another."""
@@ -105,8 +103,6 @@ class Chain:
 
 
 class DraftModel(Drafter):
-    """A draft model on the rows of one worker."""
-
     def __init__(self, model: Decoder, host: Host, tokens: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         """`tokens`: as in `Chooser`."""
         self._runner = Runner(model, host.rows, host.page)
