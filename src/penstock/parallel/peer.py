@@ -235,7 +235,6 @@ class Shared(Peers):
         return arrived
 
     def close(self) -> None:
-        """Lets go of the memory."""
         self._memory.close()
 
 

@@ -21,7 +21,6 @@ class Pipe:
         width, stages = place.width, place.stages
         self._isend: Any = dist.isend
         self._irecv: Any = dist.irecv
-        self._rank = place.rank
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         """Kept until they have left."""
         self._next = self._previous = self._back = None
