@@ -47,7 +47,6 @@ def add_model(parser: argparse.ArgumentParser, about: str = _ABOUT) -> None:
 
 
 def model_of(args: argparse.Namespace) -> str | None:
-    """The model that the arguments name, or None."""
     found: str | None = getattr(args, "model", None)
     return found
 

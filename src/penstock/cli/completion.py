@@ -27,7 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script."""
     tree = list(words())
     print(_fish(tree) if args.shell == "fish" else _bash(tree, zsh=args.shell == "zsh"))
     return 0

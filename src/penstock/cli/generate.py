@@ -107,7 +107,6 @@ class Done:
 
 
 def entry(line: Line, custom_id: str | None, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
-    """One line of the output."""
     return msgspec.json.encode({"id": line.id, "custom_id": custom_id, "response": response, "error": error}) + b"\n"
 
 

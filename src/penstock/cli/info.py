@@ -194,7 +194,6 @@ def _loaded(options: EngineOptions, config: EngineConfig) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The survey for people."""
     model, files, memory, device = found["model"], found["files"], found["memory"], found["device"]
     lines = [f"{model['architecture']}  {model['folder']}",
              f"  parameters   {model['parameters']:,}; {model['layers']} layers of width {model['width']:,}, "

@@ -23,7 +23,6 @@ MEASUREMENTS = {"latency": ("offline", "measure_latency", "latency_rows"),
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Declares the measurements and their arguments."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="latency | throughput | serve | gpu", parser_class=Parser)
     _add_latency(kinds.add_parser("latency", help="seconds for one batch, offline"))
     _add_throughput(kinds.add_parser("throughput", help="tokens per second over many requests, offline"))

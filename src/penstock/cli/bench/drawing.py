@@ -100,5 +100,4 @@ def frame(box: Box, title: str, y: Axis, below: str) -> list[str]:
 
 
 def text_at(x: float, y: float, text: str, anchor: str = "start", colour: str = "black") -> str:
-    """A line of text at a point in pixels."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'

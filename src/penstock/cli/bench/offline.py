@@ -83,7 +83,6 @@ def measure_throughput(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def latency_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The table of `measure_latency` for people."""
     return [("batch size", result["batch_size"]), ("tokens in, out", f"{result['input_len']}, {result['output_len']}"),
             ("latency of a batch, mean, s", result["avg_latency"]),
             *((f"latency of a batch, p{p}, s", result["percentiles"][str(p)]) for p in (50, 90, 99)),
@@ -91,7 +90,6 @@ def latency_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def throughput_rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The table of `measure_throughput` for people."""
     return [("requests", result["num_requests"]), ("seconds", result["elapsed_time"]),
             ("tokens in", result["total_input_tokens"]), ("tokens out", result["total_output_tokens"]),
             ("requests/s", result["requests_per_second"]), ("tokens/s, in and out", result["tokens_per_second"]),

@@ -90,8 +90,6 @@ class Record:
 
 @dataclass
 class Outcome:
-    """A whole run."""
-
     records: list[Record]
     seconds: float = 0.0
     busy: list[float] = field(default_factory=list)

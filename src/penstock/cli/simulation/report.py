@@ -38,7 +38,6 @@ def _of(records: Sequence[Record], service: Service) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The figures as text."""
     lines = [f"{'class':14}{'requests':>9}{'goodput':>9}{'refused':>9}" + "".join(
         f"{name} p{p}".rjust(12) for name in ("TTFT", "TPOT") for p in PERCENTILES)]
     for tier, own in found["classes"].items():

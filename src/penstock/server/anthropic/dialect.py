@@ -99,8 +99,6 @@ class Anthropic:
 
 
 class MessageAnswer(BlocksAnswer):
-    """Builds the answer to one request from deltas."""
-
     def __init__(self, answer_id: str, model: str, request: EngineRequest, blocks: Blocks, thinking: bool) -> None:
         """`thinking`: whether thinking is shown."""
         super().__init__(blocks)
@@ -224,7 +222,6 @@ class MessageBatches:
                   also=("application/x-jsonl",)))
 
     async def create(self, http: Request, body: BatchRequest) -> Response:
-        """Begins a batch."""
         made = Ref("batch", _STEM + uuid.uuid4().hex, whose(http))
         content = b"\n".join(msgspec.json.encode({"custom_id": one.custom_id, "method": "POST", "url": ENDPOINT,
                                                   "body": one.params}) for one in body.requests)

@@ -76,7 +76,6 @@ def write_file(database: Database, owner: str, filename: str, purpose: str, cont
 
 
 def sweep(database: Database) -> None:
-    """Deletes the files that have expired."""
     expired = "select id from objects where kind='file' and json_extract(cast(body as text), '$.expires_at') <= ?"
     for name, in database.sql(expired, time.time()).fetchall():
         database.sql("delete from objects where kind in ('file', 'content') and id=?", name)

@@ -28,8 +28,6 @@ class RefusedLineError(Exception):
 
 
 class Ask(NamedTuple):
-    """One line."""
-
     custom_id: str
     url: str
     body: dict[str, Any]

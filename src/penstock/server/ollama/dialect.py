@@ -33,8 +33,6 @@ def line(value: Any) -> bytes:
 
 
 class OllamaAnswer(BlocksAnswer):
-    """Builds the answer to one request from deltas."""
-
     def __init__(self, model: str, prompt_tokens: int, blocks: Blocks, *, chat: bool, thinking: bool,
                  namer: Namer | None) -> None:
         """`chat`: a message, else a response; `thinking`: whether it is shown; `namer`: of log probabilities, if wanted."""

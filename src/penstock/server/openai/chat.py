@@ -75,8 +75,6 @@ class ChatCompletion(msgspec.Struct):
 
 
 class ChatAnswer(ChoicesAnswer):
-    """Builds the answer to one request from deltas."""
-
     def __init__(self, name: str, model: str, requests: Sequence[EngineRequest], body: ChatRequest, namer: Namer,
                  new_parsers: Sequence[Callable[[], Parser]], info: EngineInfo | None, echoes: Sequence[str] = ("",)) -> None:
         """`new_parsers` and `echoes`, the texts that answers begin with, are of each request."""

@@ -58,8 +58,6 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokensAnswer(ChoicesAnswer):
-    """Builds an answer of tokens from deltas."""
-
     def event(self, choice: int, delta: Delta, parts: Sequence[Delta] = ()) -> bytes:
         self.count(delta)
         return event(Generated(self.id, [TokensChoice(choice, delta.token_ids, delta.finish_reason, delta.stop_reason,
