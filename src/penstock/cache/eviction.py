@@ -232,7 +232,6 @@ class Evictor:
         self._serial = 0
 
     def priority(self, node: Node) -> int:
-        """The node's retention priority at `now`."""
         return node.priority if node.until > self.now else DEFAULT_PRIORITY
 
     def removable(self, node: Node) -> bool:

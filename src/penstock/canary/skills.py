@@ -56,14 +56,12 @@ def _things(rng: Random, count: int) -> list[str]:
 
 
 def repeat(rng: Random, span: float) -> Item:
-    """The same words again."""
     things = " ".join(_things(rng, _several(rng, span, 8, 60)))
     how = rng.choice(("Repeat after me: ", "Say this again: ", "Repeat: ", "Copy this: "))
     return _ask(how + things, things, "repeat", things)
 
 
 def reverse(rng: Random, span: float) -> Item:
-    """The words in the opposite order."""
     things = _things(rng, _several(rng, span, 5, 16))
     how = rng.choice(("Reverse: ", "Say this backwards, word by word: ", "Reverse the order: "))
     return _ask(how + " ".join(things), " ".join(reversed(things)), "reverse", " ".join(things))
@@ -151,7 +149,6 @@ def count(rng: Random, span: float) -> Item:
 
 
 def sort(rng: Random, span: float) -> Item:
-    """Numbers or letters in order."""
     amount = _several(rng, span, 5, 9, 3)
     if rng.random() < 0.3:
         items = rng.sample("abcdefghijklmnopqrstuvwxyz", amount)

@@ -44,8 +44,6 @@ class Write(msgspec.Struct, frozen=True, array_like=True, tag="write"):
 
 
 class Piece(NamedTuple):
-    """One page of a load."""
-
     name: PageName
     page: int
     """Destination page on the device."""

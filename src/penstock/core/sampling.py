@@ -244,7 +244,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.check_lists()
 
     def replace(self, **changes: Any) -> "SamplingParams":
-        """Returns a copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 

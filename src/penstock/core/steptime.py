@@ -63,8 +63,6 @@ _SOLVE, _SOLVE_MOST, _SOLVE_SECONDS = 8, 64, 0.05
 
 
 class Load(NamedTuple):
-    """The size of a step."""
-
     segments: int
     tokens: int
     read: float = 0.0

@@ -129,7 +129,6 @@ class AsyncLLM:
 
     @property
     def live(self) -> int:
-        """The number of open requests."""
         return len(self.traffic)
 
     @property
@@ -327,7 +326,6 @@ class AsyncLLM:
             self._process.abort(ids)
 
     def fail_open(self, error: PenstockError) -> None:
-        """Ends every open stream with `error`."""
         for stream in self.traffic.streams:
             stream.close(error)
 

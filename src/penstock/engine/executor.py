@@ -17,8 +17,6 @@ from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 
 
 class Pending(Protocol):
-    """A submitted step."""
-
     def result(self) -> StepResult:
         """Waits for the step."""
 

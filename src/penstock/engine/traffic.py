@@ -73,7 +73,6 @@ class Traffic:
 
     @property
     def streams(self) -> set[Stream]:
-        """Every stream with an open request."""
         return set(self._prompts)
 
     def check_room(self, requests: Sequence[Request], most: int) -> None:

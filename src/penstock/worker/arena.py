@@ -59,7 +59,6 @@ class Arena:
 
     @property
     def whole(self) -> torch.Tensor:
-        """All of its bytes."""
         return self._bytes
 
     def copy(self, moves: Sequence[Move]) -> None:

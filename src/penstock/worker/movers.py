@@ -128,7 +128,6 @@ class Threads:
             thread.start()
 
     def submit(self, task: Callable[..., Any], *arguments: Any) -> None:
-        """Enqueues `task(*arguments)`."""
         self._tasks.put(lambda: task(*arguments))
 
     def close(self, seconds: float) -> None:

@@ -323,7 +323,6 @@ class Rank:
         return rendezvous
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Enqueues a step."""
         return self.worker.launch(plan)
 
     def mask_room(self, lines: int, words: int) -> Ints:

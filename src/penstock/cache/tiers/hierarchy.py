@@ -103,8 +103,6 @@ _SPILL_SHARE = 0.75
 
 @dataclass(frozen=True)
 class TierPolicy:
-    """The user's options for saving and loading."""
-
     through: bool = True
     """Write-through: save pages when they are committed, instead of when the device evicts them."""
     always: bool = False
