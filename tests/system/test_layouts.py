@@ -6,7 +6,9 @@ Ranks are threads of this process (`ranks.py`); those in processes are in test_p
 from __future__ import annotations
 
 import functools
+import json
 import random
+import shutil
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -16,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock import LLM, canary
 from penstock.canary import suite
 from penstock.checkpoint import read_config
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import EngineOptions, place
 from penstock.core.errors import ConfigError, ModelError, PenstockError
 from penstock.core.request import EngineStats, Request
 from penstock.core.sampling import SamplingParams
@@ -223,10 +226,13 @@ def questions() -> list[list[int]]:
 
 
 def repeated(predicted: Sequence[Sequence[int]] = (), params: dict[str, Any] | None = None,
-             **more: Any) -> tuple[list[list[int]], EngineStats]:
-    """Answers to `questions`, more of them than rows and pages suffice for."""
+             drafters: list[Any] | None = None, **more: Any) -> tuple[list[list[int]], EngineStats]:
+    """Answers to `questions`, more of them than rows and pages suffice for. `drafters`: gets those of the ranks."""
     asked = options("canary", max_num_batched_tokens=24, max_model_len=192, **{"kv_cache_memory_bytes": 3 << 18, **more})
-    engine = Engine(asked, rank=Threaded(asked)) if asked.pipeline_parallel_size > 1 else Engine(asked)
+    group = Threaded(asked) if place(asked).ranks > 1 else None
+    engine = Engine(asked) if group is None else Engine(asked, rank=group)
+    if group is not None and drafters is not None:
+        drafters += [rank._drafter for rank in group.ranks]
     found: list[list[int]] = [[] for _ in questions()]
     try:
         for i, prompt in enumerate(questions()):
@@ -361,6 +367,47 @@ def test_draft_models_beside_contexts(name: str) -> None:
              speculative_model=str(ASSETS / "canary-draft"))
 
 
+def medusa(folder: Path) -> Path:
+    """Two heads for canary, each with one layer, and logits of the model's own vocabulary."""
+    draw = torch.Generator().manual_seed(3)
+    embedding = load_file(canary.model_folder() / "model.safetensors")["model.embed_tokens.weight"].float()
+    width = embedding.shape[1]
+    folder.mkdir()
+    save_file({**{f"{head}.0.linear.weight": torch.randn(width, width, generator=draw) * 0.02 for head in range(2)},
+               **{f"{head}.1.weight": embedding.roll(head, 1) for head in range(2)}}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"medusa_num_heads": 2}')
+    return folder
+
+
+def weights(drafter: Any) -> int:
+    """The numbers in a drafter's matrices."""
+    if drafter.model is None:
+        return sum(matrix.numel() for layers in drafter.heads for matrix, _ in layers)
+    return int(drafter.model.spec.size)
+
+
+@pytest.mark.parametrize(("name", "ranks", "more"), [
+    ("canary-draft", 2, {}), ("canary-draft", 3, {}), ("medusa", 2, {}), ("medusa", 3, {}), ("canary-eagle", 3, {}),
+    ("canary-draft", 2, {"pipeline_parallel_size": 2}), ("canary-draft", 2, {"context_parallel_size": 2, "block_size": 4})],
+    ids=str)
+def test_ranks_divide_a_drafters_weights(name: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """Or each has all of them. Answers are the same, and drafts as often right."""
+    folder = medusa(tmp_path / "medusa") if name == "medusa" else ASSETS / name
+    wanted, _ = repeated()
+    accepted, sizes = [], []
+    for divided in (1, ranks):
+        drafters: list[Any] = []
+        asked = {"model": str(folder), "num_speculative_tokens": 2, "draft_policy": "fixed",
+                 "draft_tensor_parallel_size": divided}
+        found, stats = repeated(drafters=drafters, tensor_parallel_size=ranks, speculative_config=asked,
+                                kv_cache_memory_bytes=3 << 19, **more)
+        assert found == wanted and stats.drafts > 50
+        accepted.append(stats.accepted_tokens)
+        sizes.append(weights(drafters[0]))
+    assert abs(accepted[0] - accepted[1]) <= 2 + 0.02 * accepted[0]
+    assert sizes[1] < 0.8 * sizes[0]
+
+
 @pytest.mark.parametrize("asked", [{"speculate": "mtp"}, {"speculate": "layer_skip"}, {"speculative_model": "head"}], ids=str)
 def test_drafts_from_hidden_states_are_refused_with_contexts(asked: dict[str, str], tmp_path: Path) -> None:
     if "speculative_model" in asked:
@@ -438,9 +485,17 @@ def test_stored_matrices_and_caches_are_divided(blocks: Path, stored: dict[str, 
     assert greedy(Engine(asked, rank=Threaded(asked))) == wanted
 
 
-def test_blocks_that_ranks_would_cut_are_refused() -> None:
+def test_blocks_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PenstockError, match="cut apart blocks"):
         Threaded(options("canary", tensor_parallel_size=2, quantization="fp8_block")).survey()
+    shutil.copytree(ASSETS / "canary-draft", tmp_path, dirs_exist_ok=True)
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    asked = {"model": str(tmp_path), "draft_tensor_parallel_size": 2}
+    found = options("canary", tensor_parallel_size=2, speculative_config=asked)
+    with pytest.raises(PenstockError, match=r"the draft model: 2 ranks would cut apart .*draft_tensor_parallel_size to 1"):
+        Engine(found, rank=Threaded(found))
 
 
 def drawn(seed: int) -> tuple[Case, dict[str, Any], int]:

@@ -298,6 +298,7 @@ def test_options_in_vllms_spelling() -> None:
 
     assert speculation(EngineOptions()) is None
     assert asked(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2) == Speculation("ngram", None, 3, 2, 2)
+    assert asked(model="x", draft_tensor_parallel_size=1) == Speculation("auto", "x", ranks=1)
     assert asked(model="x", num_speculative_tokens=7) == Speculation("auto", "x", 7)
     assert asked(method="deepseek_mtp", num_speculative_tokens=1) == Speculation("mtp", None, 1)
     assert asked(method="qwen3_next_mtp", num_speculative_tokens=2) == Speculation("mtp", None, 2)
@@ -312,7 +313,10 @@ def test_options_in_vllms_spelling() -> None:
                             ({"method": "draft_model"}, "needs the draft model"), ({"modell": "x"}, "similar is model"),
                             ({"method": "ngram", "num_speculative_tokens": 0}, "1 to 64"),
                             ({"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": 3}, "at most the second"),
-                            ({"method": "ngram", "num_speculative_tokens": "x"}, "speculative_config")):
+                            ({"method": "ngram", "num_speculative_tokens": "x"}, "speculative_config"),
+                            ({"model": "x", "draft_tensor_parallel_size": 3}, "possible are 1 and tensor_parallel_size, which"),
+                            ({"method": "ngram", "draft_tensor_parallel_size": 2}, "ngram has no weights that ranks"),
+                            ({"model": "x", "draft_tensor_parallel_size": 2, "ahead": 4, "device": "cpu"}, "drafts ahead has")):
         with pytest.raises(ConfigError, match=message):
             asked(**config)
 

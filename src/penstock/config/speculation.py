@@ -22,7 +22,7 @@ _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram", "ngram_gpu": "
 _NUMBERS = {"num_speculative_tokens": "tokens", "prompt_lookup_max": "longest", "prompt_lookup_min": "shortest",
             "draft_layers": "layers", "synthetic_acceptance_rate": "synthetic", "relaxed_topk": "relaxed",
             "relaxed_delta": "delta", "speculative_eagle_topk": "branches", "speculative_num_steps": "tokens",
-            "speculative_num_draft_tokens": "nodes", "ahead": "ahead"}
+            "speculative_num_draft_tokens": "nodes", "ahead": "ahead", "draft_tensor_parallel_size": "ranks"}
 """Fields of `Speculation`, by their names in the configuration."""
 _KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_sample_method", "device",
          "use_relaxed_acceptance_for_thinking", *_NUMBERS)
@@ -31,8 +31,8 @@ TREES = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods whose drafts may be trees."""
 _RULES = {"strict": "", "standard": "", "synthetic": "", "probabilistic": "token", "block": "block"}
 """Rules of verification, by their names in the configuration: `Speculation.rejection`."""
-_HARMLESS: dict[str, tuple[Any, ...]] = {"draft_tensor_parallel_size": (1, None), "disable_padded_drafter_batch": (True, False),
-                                         "quantization": (None,), "use_heterogeneous_vocab": (True, False),
+_HARMLESS: dict[str, tuple[Any, ...]] = {"disable_padded_drafter_batch": (True, False), "quantization": (None,),
+                                         "use_heterogeneous_vocab": (True, False),
                                          "use_local_argmax_reduction": (True, False), "enable_adaptive_verification": (False,)}
 """Keys that are accepted with these values, which change nothing here."""
 
@@ -68,6 +68,8 @@ class Speculation:
     """A draft model drafts ahead for so many outcomes of each verification, on a device of its own; 0: it does not."""
     device: str = ""
     """That device."""
+    ranks: int = 0
+    """Ranks that divide a draft model or head: 1, or all that divide the model; 0: of a head all, of a draft model 1."""
     synthetic: float | None = None
     """For measurements: drafts are kept with this probability, whatever they are. Answers mean nothing then."""
     relaxed: int = 0
@@ -105,6 +107,9 @@ def speculation(options: EngineOptions) -> Speculation | None:
     if found.tree is not None and (options.batch_invariant or options.context_parallel_size > 1):
         raise ConfigError("speculative_eagle_topk is not possible with batch_invariant or context_parallel_size, whose sums "
                           "have an order of keys that trees change; leave one of them out")
+    if found.ranks not in (0, 1, options.tensor_parallel_size):
+        raise ConfigError(f"speculative_config: draft_tensor_parallel_size is {found.ranks}; possible are 1 and "
+                          f"tensor_parallel_size, which is {options.tensor_parallel_size}")
     return found
 
 
@@ -201,6 +206,10 @@ def _checked(found: Speculation) -> Speculation:
     if bool(found.ahead) != bool(found.device) or not 0 <= found.ahead <= 64:
         raise ConfigError(f"speculative_config: ahead is {found.ahead} and device {found.device!r}; they belong together: a "
                           "draft model drafts ahead for 1 to 64 outcomes on a device of its own, cpu or cuda:N")
+    if found.ranks > 1 and (found.ahead or method in ("ngram", "suffix", "lookahead", "layer_skip")):
+        raise ConfigError(f"speculative_config: draft_tensor_parallel_size is {found.ranks}, but "
+                          f"{'a model that drafts ahead' if found.ahead else method} has no weights that ranks could divide; "
+                          "leave it out")
     if found.relaxed and found.rejection:
         raise ConfigError("use_relaxed_acceptance_for_thinking needs rejection_sample_method strict; leave one of them out")
     if found.layers < 0 or (found.layers and method != "layer_skip"):

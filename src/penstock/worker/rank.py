@@ -142,11 +142,8 @@ class Rank:
     @property
     def _specs(self) -> list[models.ModelSpec]:
         """The model, and the draft model if there is one."""
-        draft = None if self._draft is None else self._draft.spec
-        if draft is None:
-            return [self._spec]
-        # A draft model is whole on every rank; a head is divided as the model is.
-        return [self._spec, draft.at(Place(self._place.tensor, self._place.tensors)) if draft.drafts else draft]
+        draft = None if self._draft is None else self._draft.part(self._place)
+        return [self._spec] if draft is None else [self._spec, draft]
 
     def load(self, progress: Progress | None = None) -> Loaded:
         """Loads weights while kernels compile, and measures steps' memory. ConfigError or ModelError: what to change."""

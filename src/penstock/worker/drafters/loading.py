@@ -12,7 +12,7 @@ from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
 from penstock.checkpoint.tensors import read_headers
 from penstock.config.speculation import METHODS, TREES, Speculation, own_drafters
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, ModelError
 from penstock.layers.attention import AttentionSpec
 from penstock.layers.decoder import Decoder
 from penstock.layers.spec import ModelSpec
@@ -20,7 +20,7 @@ from penstock.models import draft_heads
 from penstock.models.draft_heads import BlockHead, DraftHead
 from penstock.ops import registry
 from penstock.ops.registry import Kernels
-from penstock.parallel.axis import Place
+from penstock.parallel.axis import ALONE, Place
 from penstock.parallel.group import Group
 from penstock.platform.facts import detect, device_name
 from penstock.worker.drafters import layers, medusa
@@ -49,6 +49,19 @@ class Found:
     """The token in whose place a draft model predicts one, if it drafts all tokens in one pass."""
     translation: Translation | None = None
     """From the target's tokenizer to a draft model's, if that is another."""
+
+    def place(self, target: Place) -> Place:
+        """The place, among the ranks that divide the drafter's weights, of the one at the target's `place`."""
+        whole = self.asked.ranks == 1 or (self.asked.ranks == 0 and self.asked.method == "draft_model")
+        return ALONE if whole or self.asked.ahead else Place(target.tensor, target.tensors)
+
+    def part(self, target: Place) -> ModelSpec | None:
+        """The part of `spec` that the rank at the target's `place` has. ModelError if it cannot be divided so."""
+        try:
+            return self.spec and self.spec.at(self.place(target))
+        except ModelError as error:
+            raise ModelError(f"the draft model: {error}; or set draft_tensor_parallel_size to 1, which is possible with any "
+                             "tensor_parallel_size of the model") from None
 
 
 def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
@@ -157,15 +170,17 @@ def _load(found: Found, target: Decoder, room: int, place: Place, group: Group |
     if found.asked.method not in METHODS:
         drafter: LoadedDrafter = own_drafters()[found.asked.method].load()(found.asked, target)
         return drafter
+    place = found.place(place)
+    shared: dict[str, Any] = {"place": place, "group": None if place.alone else group}
     if found.head is not None:
         head = found.head
-        model = head.load(**how, place=Place(place.tensor, place.tensors), group=group)
+        model = head.load(**how, **shared)
         if isinstance(head, BlockHead):
             return LoadedBlock(model, target, head, room)
         return LoadedHead(model, target, head, room)
     if found.asked.method == "medusa":
         assert found.folder is not None
-        return medusa.LoadedMedusa(found.folder, target.spec, how["dtype"], how["device"])
+        return medusa.LoadedMedusa(found.folder, target, place)
     asked = found.asked
     weightless: dict[str, Callable[[Host], Drafter]] = {
         "layer_skip": lambda host: Layers(layers.first(host.model, asked.layers), host),
@@ -177,7 +192,7 @@ def _load(found: Found, target: Decoder, room: int, place: Place, group: Group |
     assert found.folder is not None and found.config is not None
     if asked.ahead:
         return _load_ahead(found, found.folder, found.config, **how)
-    return LoadedDraftModel(models.load(found.folder, dict(found.config), **how), found.mask, found.translation)
+    return LoadedDraftModel(models.load(found.folder, dict(found.config), **how, **shared), found.mask, found.translation)
 
 
 def _load_ahead(found: Found, folder: Path, config: Mapping[str, Any], device: torch.device, kernels: Kernels,

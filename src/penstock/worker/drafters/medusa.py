@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from penstock.core.errors import ConfigError, ModelError
 from penstock.core.plan import StepPlan
-from penstock.layers.spec import ModelSpec
+from penstock.layers.decoder import Decoder
 from penstock.models.translated import Checkpoint
+from penstock.parallel.axis import Place
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter, last_of
 from penstock.worker.rows import upload
 from penstock.worker.sampler import LogitsRows
@@ -30,31 +31,39 @@ _NAMES = (re.compile(r"(?:medusa_head\.)?(?P<head>[0-9]+)\.(?P<layer>[0-9]+)\.(?
 
 
 class LoadedMedusa(LoadedDrafter):
-    """The heads of a folder, whole on every rank."""
+    """The heads of a folder. Ranks divide their logits as those of the target; their layers are whole on every rank."""
 
     follows = True
 
-    def __init__(self, folder: Path, target: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, target: Decoder, place: Place) -> None:
+        """`place`: among the ranks that divide the logits."""
         super().__init__()
         self.heads: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
         """Of each head (matrix, bias) of its layers, the last of them that of the logits."""
-        checkpoint = Checkpoint(folder)
+        spec, checkpoint, found = target.spec, Checkpoint(folder), dict[int, dict[int, dict[str, str]]]()
+        self.whole = None if place.alone else target.whole
+        """Gathers the logits of all ranks."""
+        for name in checkpoint.tensors:
+            match = next(filter(None, (pattern.fullmatch(name) for pattern in _NAMES)), None)
+            if match is None:
+                raise ModelError(f"{folder}: {name} is no tensor of Medusa heads")
+            layer = int(match["layer"]) if "layer" in match.groupdict() else 1 << 20
+            found.setdefault(int(match["head"]), {}).setdefault(layer, {})[match["part"]] = name
+        room = spec.vocab_size if place.alone else spec.vocab.rows
+
+        def read(name: str, first: int = 0, rows: int | None = None) -> torch.Tensor:
+            some = checkpoint.read(name)[first:][:rows].to(target.device, target.dtype, copy=True)
+            return F.pad(some, (0, 0, 0, rows - len(some))) if rows is not None and rows > len(some) else some
+
         with checkpoint.mapped():
-            found: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
-            for name in checkpoint.tensors:
-                match = next(filter(None, (pattern.fullmatch(name) for pattern in _NAMES)), None)
-                if match is None:
-                    raise ModelError(f"{folder}: {name} is no tensor of Medusa heads")
-                layer = int(match["layer"]) if "layer" in match.groupdict() else 1 << 20
-                part = found.setdefault(int(match["head"]), {}).setdefault(layer, {})
-                part[match["part"]] = checkpoint.read(name).to(device, dtype, copy=True)
-        for number in sorted(found):
-            layers = [found[number][layer] for layer in sorted(found[number])]
-            shapes = [(target.width, target.width)] * (len(layers) - 1) + [(target.vocab_size, target.width)]
-            given = [tuple(layer["weight"].shape) for layer in layers if "weight" in layer]
-            if given != shapes:
-                raise ModelError(f"{folder}: head {number} has matrices of the shapes {given}; this model needs {shapes}")
-            self.heads.append([(layer["weight"], layer.get("bias")) for layer in layers])
+            for number in sorted(found):
+                *layers, last = (found[number][layer] for layer in sorted(found[number]))
+                shapes = [(spec.width, spec.width)] * len(layers) + [(spec.vocab_size, spec.width)]
+                given = [tuple(checkpoint.tensors[one["weight"]].shape) for one in (*layers, last) if "weight" in one]
+                if given != shapes:
+                    raise ModelError(f"{folder}: head {number} has matrices of the shapes {given}; this model needs {shapes}")
+                self.heads.append([*((read(one["weight"]), read(one["bias"]) if "bias" in one else None) for one in layers),
+                                   (read(last["weight"], place.tensor * room, room), None)])
 
     def start(self, host: Host) -> Drafter:
         return Medusa(self, host)
@@ -70,7 +79,7 @@ def check(folder: Path, config: Mapping[str, Any], tokens: int) -> None:
 
 class Medusa(Drafter):
     def __init__(self, loaded: LoadedMedusa, host: Host) -> None:
-        self._heads = loaded.heads
+        self._heads, self._whole = loaded.heads, loaded.whole
         self._host = host
         model = host.model
         self._last = torch.zeros(len(host.rows.tokens), model.spec.width, dtype=model.dtype, device=model.device)
@@ -96,7 +105,8 @@ class Medusa(Drafter):
         *layers, (logits, _) = self._heads[place]
         for weight, bias in layers:
             x = x + F.silu(F.linear(x, weight, bias))
-        return F.linear(x, logits).float()
+        found = F.linear(x, logits).float()
+        return found if self._whole is None else self._whole(found)
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
         row, states = last_of(ends, lines, verified)

@@ -64,7 +64,9 @@ class Chain:
         """`read`(step, row [S], position [S]): runs the model on segments of one token, and writes the tokens that it chooses
         to these places of rows; a row of -1 has all its drafts."""
         self._runner, self._read = runner, read
-        captured = host.sampler.capturable and host.draw is None and runner.model.group is None
+        # A head that is whole may end in the target's logits, which ranks divide.
+        alone = runner.model.group is None and (host.model.group is None or not runner.model.spec.drafts)
+        captured = host.sampler.capturable and host.draw is None and alone
         graphs = [runner.graphs] * 2 if captured and runner.graphs is not None else []
         self._moves = not any(work.ops.invariant or work.geometry.stripe.of > 1 for work in runner.model.works)
         """Whether work lists can be corrected on the device."""
