@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from penstock import canary
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
 from penstock.core.plan import StepResult
@@ -26,6 +29,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.ranks import Progress
+from penstock.parallel.axis import Place, places
 from penstock.worker.rank import Rank
 from penstock.worker.worker import Worker
 from tests.data import MODELS, need
@@ -85,6 +89,29 @@ def test_two_ranks_in_one_process_are_one_to_the_engine() -> None:
     assert engine.info.step_bytes == 1234567890
     engine.close()
     assert all(rank.worker.closed for rank in group.ranks)
+
+
+def test_machines_that_were_started_otherwise_are_refused(tmp_path: Path) -> None:
+    """With other weights of the same shapes, other options or versions. Where the folder is, is each machine's own matter."""
+    own = canary.model_folder()
+    for name in ("copy", "other"):
+        shutil.copytree(own, tmp_path / name)
+    tensors = load_file(own / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, tmp_path / "other" / "model.safetensors")
+    two = {"tensor_parallel_size": 2, "nnodes": 2}
+
+    def surveyed(model: Path, **more: Any) -> None:
+        ranks = [Rank(options(**asked), one) for asked, one in zip(
+            ({**two, "model": str(own)}, {**two, "model": str(model), "node_rank": 1, **more}),
+            places(Place(tensors=2)), strict=True)]
+        assert Several(ranks).survey().folder == own
+
+    surveyed(tmp_path / "copy")
+    for model, more, message in (("other", {}, "weights [0-9a-f]{16}, but rank 0 with weights"),
+                                 ("copy", {"load_format": "dummy"}, "weights dummy-0"),
+                                 ("copy", {"quantization": "int8"}, "quantization int8, but rank 0 with quantization None")):
+        with pytest.raises(ConfigError, match=f"rank 1 was started with {message}"):
+            surveyed(tmp_path / model, **more)
 
 
 def test_the_engines_half_has_no_torch() -> None:

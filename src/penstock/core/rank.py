@@ -61,6 +61,8 @@ class Survey:
     """layers/spec.py::ModelSpec.pairs"""
     second: int = 0
     """layers/embedding.py::EmbeddingSpec.second"""
+    alike: list[str] = field(default_factory=list)
+    """Of one of several machines: versions, options and a sample of the weights, which have to be the same on all of them."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config.resolve import EngineConfig
+from penstock.core.errors import ConfigError
 from penstock.core.plan import Ints, LoadResult, StepResult, WriteResult
 from penstock.core.rank import Loaded, Prepared, Survey
 from penstock.core.state import CacheLayout
@@ -77,8 +78,13 @@ class RankGroup(ABC):
 
     def survey(self) -> Survey:
         first, *others = self._each("survey")
-        for other in others:
-            assert replace(other, device=first.device) == first, "ranks of one engine have the same model"
+        for number, other in enumerate(others, 1):
+            unlike = [(one, its) for one, its in zip(first.alike, other.alike, strict=False) if one != its]
+            if unlike:
+                own, its = (", ".join(texts) for texts in zip(*unlike, strict=True))
+                raise ConfigError(f"rank {number} was started with {its}, but rank 0 with {own}; all machines need the same "
+                                  "versions, options and weights")
+            assert replace(other, device=first.device, folder=first.folder) == first, "ranks of one engine have the same model"
         return cast(Survey, first)
 
     def check(self, config: EngineConfig) -> None:

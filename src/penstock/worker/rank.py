@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
-from penstock import models
-from penstock.checkpoint import dtype_of, resolve_folder
+from penstock import __version__, models
+from penstock.checkpoint import dtype_of, resolve_folder, sample
 from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
 from penstock.config.schema import EngineOptions, balancing
 from penstock.core.errors import ConfigError
@@ -44,6 +44,12 @@ from penstock.worker.worker import Launched, Worker, compute_stream
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that configure torch's allocator."""
+
+_ALIKE = ("dtype", "quantization", "quantization_rules", "kv_cache_dtype", "kv_cache_plain_layers", "kv_cache_scales",
+          "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layers", "context_parallel_size",
+          "enable_expert_parallel", "expert_placement_strategy", "enable_eplb", "eplb_config", "offload_weights",
+          "experts_on_device")
+"""Options that each machine reads for itself."""
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -106,8 +112,14 @@ class Rank:
         self._spec, spec = whole.at(self._place), whole.dealt(self._place).share(self._place.tensors)
         self._surveyed = found = Survey(self._facts, self._folder, spec.architecture, spec.vocab_size, spec.max_positions,
                                         spec.used, dtype_of(self._folder, self._checkpoint), spec.task, spec.labels,
-                                        spec.whole, spec.pairs, spec.second)
+                                        spec.whole, spec.pairs, spec.second, self._alike() if options.nnodes > 1 else [])
         return found
+
+    def _alike(self) -> list[str]:
+        options = self._options
+        weights = sample(self._folder, options.load_format, options.seed)[:16]
+        return [f"Penstock {__version__}", f"PyTorch {torch.__version__}", f"weights {weights}",
+                *(f"{name} {getattr(options, name)}" for name in _ALIKE)]
 
     def check(self, config: EngineConfig) -> None:
         """Binds kernels and checks memory before anything is loaded. ConfigError if it does not suffice."""
