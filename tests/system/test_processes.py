@@ -449,6 +449,16 @@ def test_two_machines_serve_one_model(axis: str, monkeypatch: pytest.MonkeyPatch
                 assert time.monotonic() < until and server.process.poll() is None, server.log + other.log
                 time.sleep(0.2)
             assert answered() == wanted
+            # Both are told to end at the same moment, as pods of one set are.
+            long: list[Any] = []
+            asking = threading.Thread(target=lambda: long.append(server.complete(
+                prompt="Once", max_tokens=120, temperature=0, ignore_eos=True)["usage"]["completion_tokens"]))
+            asking.start()
+            time.sleep(0.5)
+            for process in (other.process, server.process):
+                process.send_signal(signal.SIGTERM)
+            asking.join(60)
+            assert long == [120] and server.ended(30) == 0, server.log
         assert other.ended(20) == 0, other.log
     finally:
         other.stop()

@@ -3,8 +3,10 @@
 Options are generated from `config/schema.py`; what is printed while loading is decided here."""
 
 import os
+import signal
 import socket
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +55,10 @@ def run(args: Namespace) -> int:
         set_up(options.log_level, options.log_format)
         here = engine_options.local_ranks
         own = [one for one in places(place(engine_options)) if one.rank // here == engine_options.node_rank]
-        return remote.run(msgspec.json.encode(engine_options), own, engine_options.restart == "ranks")
+        asked: list[float] = []
+        # Machine 0, often told at the same moment, may need these ranks to finish requests. A second signal ends at once.
+        signal.signal(signal.SIGTERM, lambda *_: asked.append(0 if asked else time.monotonic() + options.shutdown_timeout))
+        return remote.run(msgspec.json.encode(engine_options), own, engine_options.restart == "ranks", asked)
     if engine_options.step_target_ms is None:
         engine_options = replace(engine_options, step_target_ms=STEP_TARGET_MS)
     wanted = models_of(args)

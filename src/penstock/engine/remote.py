@@ -3,6 +3,7 @@
 Each rank has two ZMQ sockets in a folder that only this user may enter. A rank that has ended, is stopped, or has been silent
 for too long is lost, and with it the group: others may wait for it. On another machine, `run` starts those of that machine."""
 
+import math
 import shutil
 import subprocess
 import time
@@ -33,19 +34,20 @@ _AGAIN_SECONDS = 2.0
 """Time for machine 0 to let go of ranks that are lost, before others are started in their place."""
 
 
-def run(options: bytes, places: Sequence[Place], again: bool) -> int:
-    """Runs ranks with the encoded options until the engine ends them (status 0) or one is lost (1), or all start `again`."""
+def run(options: bytes, places: Sequence[Place], again: bool, asked: Sequence[float] = ()) -> int:
+    """Runs ranks with the encoded options until the engine ends them (status 0) or one is lost (1), or all start `again`.
+    `asked`: gets times of time.monotonic() at which they end at the latest."""
     while True:
         LOG.info("ranks %d to %d join the engine at %s", places[0].rank, places[-1].rank, places[0].rendezvous)
         processes = [started(options, place, address_of(place)) for place in places]
         try:
-            while all(process.poll() is None for process in processes):
+            while all(process.poll() is None for process in processes) and time.monotonic() < min(asked, default=math.inf):
                 time.sleep(_LOOK_SECONDS)
             ended = {process.poll() for process in processes} <= {0, None}
         finally:
             for process in processes:
                 finish(process, _AGAIN_SECONDS)
-        if ended or not again:
+        if ended or asked or not again:
             return 0 if ended else 1
         LOG.error("a rank was lost; the ranks of this machine start again")
 
@@ -92,8 +94,8 @@ class RemoteRank:
         self.process = started(options, place, address) if here else None
         self._heard = time.monotonic()
 
-    def tell(self, call: str, body: bytes) -> None:
-        """Sends a call or a launch, whose argument is encoded."""
+    def tell(self, call: str, body: bytes, look: Callable[["RemoteRank"], None] | None = None) -> None:
+        """Sends a call or a launch, whose argument is encoded. `look`: looks at all ranks, while this one is waited for."""
         message, sent = encode(Told(call, msgspec.Raw(body))), False
         self.owed += call == "launch"
         self.moved = time.monotonic()
@@ -103,9 +105,12 @@ class RemoteRank:
                 self._outbox.send(message, zmq.NOBLOCK)
                 sent = True
             except zmq.Again:
-                # It has not connected yet, and may have been lost before.
-                self.listen(_POLL_MS)
-                self.look()
+                # It has not connected yet, and any rank may have been lost before.
+                if look is not None:
+                    look(self)
+                else:
+                    self.listen(_POLL_MS)
+                    self.look()
 
     def listen(self, timeout: int) -> None:
         """Takes in all messages that are there; waits for one for up to `timeout` milliseconds."""
@@ -310,7 +315,7 @@ class RemoteGroup(RankGroup):
         self._raise()
         body = encode(argument)
         for rank in self.ranks:
-            rank.tell(call, body)
+            rank.tell(call, body, self.look)
 
     def _raise(self) -> None:
         if self._lost is not None:
