@@ -19,7 +19,7 @@ import pytest
 from penstock import LLM, SamplingParams, canary
 from penstock.checkpoint.tensors import find
 from penstock.core import child
-from penstock.core.errors import ConfigError, EngineDeadError
+from penstock.core.errors import ConfigError, EngineDeadError, RankLostError
 from penstock.core.plan import (
     Enter,
     Load,
@@ -297,6 +297,22 @@ def test_a_server_whose_rank_dies_tells_every_request() -> None:
         assert all(answer.status_code in (200, 500, 503) for answer in answers)
         assert server.ended(20) == 1
         assert "rank 1 of 2" in server.log
+
+
+def test_a_call_that_a_lost_rank_fails_is_refused_by_name() -> None:
+    """With the status of requests whose engine is gone, not as a failure of the server."""
+    from penstock.engine.process import Call, Loop
+
+    class Lost:
+        def load_adapter(self, folder: str) -> None:
+            raise RankLostError(f"rank 1 of 2 was killed by SIGKILL while it read {folder}")
+
+    said: list[Any] = []
+    loop = Loop(Lost(), None, said.append)  # type: ignore[arg-type]
+    assert not loop._answer(Call("load_adapter", "key", msgspec.Raw(msgspec.msgpack.encode("here"))))
+    (refused,) = said
+    assert (refused.status, refused.code, refused.key) == (503, "engine_dead", "key")
+    assert refused.message == "the engine has stopped: rank 1 of 2 was killed by SIGKILL while it read here"
 
 
 TWO = ("--tensor-parallel-size", "2")

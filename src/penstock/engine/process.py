@@ -215,6 +215,10 @@ class Loop:
         except RequestError as error:
             self.send(Refused.of(error, key))
             return False
+        except EngineDeadError as error:
+            # The loop finds out at its next turn.
+            self.send(Refused(f"the engine has stopped: {error}", None, "engine_dead", 503, key=key))
+            return False
         except Exception as error:  # noqa: BLE001 (reported to the caller)
             # Nothing has been started yet, so only this call fails.
             traceback.print_exc()
