@@ -37,6 +37,7 @@ from penstock.core.plan import (
 from penstock.core.wire import decoder, encode
 from penstock.engine import layout, remote
 from penstock.engine.remote import RemoteGroup
+from penstock.parallel.axis import Place, places
 from tests.system.served import ROOT, Served, served
 
 PROMPTS = ["Once upon a time", "The cat sat on the mat, and", "a"]
@@ -488,6 +489,27 @@ def test_machines_need_a_secret_and_equal_shares(monkeypatch: pytest.MonkeyPatch
         llm(tensor_parallel_size=3, nnodes=2)
     with pytest.raises(ConfigError, match="only machine 0 has the engine"):
         llm(tensor_parallel_size=2, nnodes=2, node_rank=1)
+    with pytest.raises(ConfigError, match="possible are 1 to 65531"):
+        llm(tensor_parallel_size=2, nnodes=2, master_port=65532)
+    monkeypatch.setenv("PENSTOCK_SECRET", "a secret of this test")
+    with pytest.raises(ConfigError, match=r"cannot listen: Cannot assign requested address .*192\.0\.2\.1:29502"):
+        RemoteGroup(b"", list(places(Place(tensors=2, rendezvous="tcp://192.0.2.1:29501"))), 0)
+    # The name of a pod is known some seconds after others have begun to ask for it.
+    answers: list[str | None] = [None, "10.0.0.1"]
+
+    def look_up(_: str) -> str:
+        found = answers.pop(0)
+        if found is None:
+            raise OSError("not yet")
+        return found
+
+    monkeypatch.setattr(remote, "gethostbyname", look_up)
+    named = Place(tensor=1, tensors=2, rendezvous="tcp://pod-0:29501")
+    assert remote.address_of(named) == "tcp://10.0.0.1:29504"
+    monkeypatch.setattr(remote, "_NAMELESS", 0.0)
+    answers.append(None)
+    with pytest.raises(ConfigError, match="master_addr is pod-0, which has no address: not yet"):
+        remote.address_of(named)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")

@@ -387,6 +387,9 @@ def _check_engine(options: EngineOptions) -> None:
                           f"{options.ranks} ranks (tensor x pipeline x context), and node_rank be less than nnodes")
     if options.nnodes > 1 and options.data_parallel_size > 1:
         raise ConfigError("data_parallel_size is not possible with nnodes; run a server on each machine behind a balancer")
+    if options.nnodes > 1 and options.master_port + 2 * options.ranks > 65535:
+        raise ConfigError(f"master_port is {options.master_port}; possible are 1 to {65535 - 2 * options.ranks}, because two "
+                          f"ports for each of the {options.ranks} ranks follow it")
     stage_layers(options)
     balancing(options)
     if options.lora_modules and not options.enable_lora:

@@ -207,9 +207,8 @@ def _checked(found: Speculation) -> Speculation:
         raise ConfigError(f"speculative_config: ahead is {found.ahead} and device {found.device!r}; they belong together: a "
                           "draft model drafts ahead for 1 to 64 outcomes on a device of its own, cpu or cuda:N")
     if found.ranks > 1 and (found.ahead or method in ("ngram", "suffix", "lookahead", "layer_skip")):
-        raise ConfigError(f"speculative_config: draft_tensor_parallel_size is {found.ranks}, but "
-                          f"{'a model that drafts ahead' if found.ahead else method} has no weights that ranks could divide; "
-                          "leave it out")
+        raise ConfigError(f"speculative_config: draft_tensor_parallel_size is {found.ranks}, but it has to be 1 for "
+                          f"{'ahead' if found.ahead else method}, which has no weights on the ranks' devices")
     if found.relaxed and found.rejection:
         raise ConfigError("use_relaxed_acceptance_for_thinking needs rejection_sample_method strict; leave one of them out")
     if found.layers < 0 or (found.layers and method != "layer_skip"):

@@ -82,7 +82,11 @@ def bound(context: zmq.Context[Socket], address: str) -> tuple[Socket, Socket]:
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
         _secure(socket, end, server=True)
-        socket.bind(end)
+        try:
+            socket.bind(end)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen: {error.strerror}; of several machines, master_addr has to be an address of "
+                              "machine 0, and the ports that follow master_port have to be free there") from None
     return sockets
 
 

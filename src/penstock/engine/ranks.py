@@ -79,11 +79,11 @@ class RankGroup(ABC):
     def survey(self) -> Survey:
         first, *others = self._each("survey")
         for number, other in enumerate(others, 1):
-            unlike = [(one, its) for one, its in zip(first.alike, other.alike, strict=False) if one != its]
-            if unlike:
-                own, its = (", ".join(texts) for texts in zip(*unlike, strict=True))
-                raise ConfigError(f"rank {number} was started with {its}, but rank 0 with {own}; all machines need the same "
-                                  "versions, options and weights")
+            its, own = ([text for text in one if text not in two] for one, two in (
+                (other.alike, first.alike), (first.alike, other.alike)))
+            if its:
+                raise ConfigError(f"rank {number} was started with {', '.join(its)}, but rank 0 with {', '.join(own)}; all "
+                                  "machines need the same versions, options and weights")
             assert replace(other, device=first.device, folder=first.folder) == first, "ranks of one engine have the same model"
         return cast(Survey, first)
 

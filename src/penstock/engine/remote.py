@@ -21,7 +21,7 @@ import zmq
 
 from penstock.core import child
 from penstock.core.control import CALLS, Answer, Drafted, Loading, Said, Stepped, Told
-from penstock.core.errors import EngineDeadError, RankLostError
+from penstock.core.errors import ConfigError, EngineDeadError, RankLostError
 from penstock.core.plan import Ints, Masks, StepPlan, StepResult
 from penstock.core.wire import decoder, encode
 from penstock.engine.executor import Begun
@@ -35,8 +35,8 @@ _AGAIN_SECONDS = 2.0
 
 
 def run(options: bytes, places: Sequence[Place], again: bool, asked: Sequence[float] = ()) -> int:
-    """Runs ranks with the encoded options until the engine ends them (status 0) or one is lost (1), or all start `again`.
-    `asked`: gets times of time.monotonic() at which they end at the latest."""
+    """Runs ranks with the encoded options until the engine ends them (status 0) or one is lost (1), or all start `again`; once
+    there is one, until the first time of time.monotonic() in `asked`."""
     while True:
         LOG.info("ranks %d to %d join the engine at %s", places[0].rank, places[-1].rank, places[0].rendezvous)
         processes = [started(options, place, address_of(place)) for place in places]
@@ -61,6 +61,8 @@ _STOPPED = 2.0
 _STUCK = 50.0
 """Seconds after which a step has failed that no rank has ended: ranks may wait for each other while they say that they live. On
 CPUs those count in which ranks do not compute."""
+_NAMELESS = 30.0
+"""Seconds within which the name of machine 0 gets its address: a cluster's names follow the start of its pods."""
 _WORK = 0.05
 """Seconds of processor time between two signs of life above which a rank computes: those and waiting take less."""
 _SETTLE, _LEAVE = 1.0, 15.0
@@ -94,7 +96,7 @@ class RemoteRank:
         self.process = started(options, place, address) if here else None
         self._heard = time.monotonic()
 
-    def tell(self, call: str, body: bytes, look: Callable[["RemoteRank"], None] | None = None) -> None:
+    def tell(self, call: str, body: bytes, look: Callable[[], None] | None = None) -> None:
         """Sends a call or a launch, whose argument is encoded. `look`: looks at all ranks, while this one is waited for."""
         message, sent = encode(Told(call, msgspec.Raw(body))), False
         self.owed += call == "launch"
@@ -106,11 +108,8 @@ class RemoteRank:
                 sent = True
             except zmq.Again:
                 # It has not connected yet, and any rank may have been lost before.
-                if look is not None:
-                    look(self)
-                else:
-                    self.listen(_POLL_MS)
-                    self.look()
+                self.listen(_POLL_MS)
+                (look or self.look)()
 
     def listen(self, timeout: int) -> None:
         """Takes in all messages that are there; waits for one for up to `timeout` milliseconds."""
@@ -202,8 +201,15 @@ class RemoteRank:
 def address_of(place: Place) -> str:
     """The first of the two addresses at which machine 0 listens to a rank, where there are several machines."""
     host, _, port = place.rendezvous.removeprefix("tcp://").rpartition(":")
-    # By number, as sockets are bound to no names.
-    return f"tcp://{gethostbyname(host)}:{int(port) + 1 + 2 * place.rank}"
+    until = time.monotonic() + _NAMELESS
+    while True:
+        try:
+            # By number, as sockets are bound to no names.
+            return f"tcp://{gethostbyname(host)}:{int(port) + 1 + 2 * place.rank}"
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConfigError(f"master_addr is {host}, which has no address: {error}") from None
+            time.sleep(1)
 
 
 def started(options: bytes, place: Place, address: str) -> subprocess.Popen[bytes]:

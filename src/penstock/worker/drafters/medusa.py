@@ -4,7 +4,7 @@ Head i reads the hidden state after the target's last norm where a token was cho
 token: x + silu(W x + b), once or several times, then a matrix of logits of its own. There is no cache."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,7 @@ class LoadedMedusa(LoadedDrafter):
         self.heads: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
         """Of each head (matrix, bias) of its layers, the last of them that of the logits."""
         spec, checkpoint, found = target.spec, Checkpoint(folder), dict[int, dict[int, dict[str, str]]]()
-        self.whole = None if place.alone else target.whole
-        """Gathers the logits of all ranks."""
+        self.whole: Callable[[torch.Tensor], torch.Tensor] = target.whole if not place.alone else lambda logits: logits
         for name in checkpoint.tensors:
             match = next(filter(None, (pattern.fullmatch(name) for pattern in _NAMES)), None)
             if match is None:
@@ -105,8 +104,7 @@ class Medusa(Drafter):
         *layers, (logits, _) = self._heads[place]
         for weight, bias in layers:
             x = x + F.silu(F.linear(x, weight, bias))
-        found = F.linear(x, logits).float()
-        return found if self._whole is None else self._whole(found)
+        return self._whole(F.linear(x, logits).float())
 
     def follow(self, plan: StepPlan, ends: torch.Tensor, lines: LogitsRows, verified: Verified | None) -> None:  # noqa: ARG002
         row, states = last_of(ends, lines, verified)
