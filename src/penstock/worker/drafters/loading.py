@@ -60,8 +60,7 @@ class Found:
         try:
             return self.spec and self.spec.at(self.place(target))
         except ModelError as error:
-            raise ModelError(f"the draft model: {error}; or set draft_tensor_parallel_size to 1, which is possible with any "
-                             "tensor_parallel_size of the model") from None
+            raise ModelError(f"the draft model: {error}; or set draft_tensor_parallel_size to 1") from None
 
 
 def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
