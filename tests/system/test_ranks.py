@@ -91,7 +91,7 @@ def test_two_ranks_in_one_process_are_one_to_the_engine() -> None:
     assert all(rank.worker.closed for rank in group.ranks)
 
 
-def test_machines_that_were_started_otherwise_are_refused(tmp_path: Path) -> None:
+def test_machines_that_were_started_otherwise_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other weights of the same shapes, other options or versions. Where the folder is, is each machine's own matter."""
     own = canary.model_folder()
     for name in ("copy", "other"):
@@ -112,6 +112,11 @@ def test_machines_that_were_started_otherwise_are_refused(tmp_path: Path) -> Non
                                  ("copy", {"quantization": "int8"}, "quantization int8, but rank 0 with quantization None")):
         with pytest.raises(ConfigError, match=f"rank 1 was started with {message}"):
             surveyed(tmp_path / model, **more)
+    ranks = [Rank(options(**two, model=str(own)), one) for one in places(Place(tensors=2))]
+    asked = iter((b"one", b"another"))
+    monkeypatch.setattr("penstock.worker.rank.sources", lambda: next(asked))
+    with pytest.raises(ConfigError, match=f"with sources {b'another'.hex()}, but rank 0 with sources {b'one'.hex()}"):
+        Several(ranks).survey()
 
 
 def test_the_engines_half_has_no_torch() -> None:

@@ -36,7 +36,7 @@ class Kept:
 
     def __init__(self, folder: Path, *what: object) -> None:
         """`what`: all that the value depends on besides sources and versions; told apart by their `repr`."""
-        digest = hashlib.sha256(repr(what).encode() + _sources())
+        digest = hashlib.sha256(repr(what).encode() + sources())
         self._path = folder / f"{digest.hexdigest()}.json"
 
     def read(self) -> Any:
@@ -56,7 +56,7 @@ class Kept:
 
 
 @cache
-def _sources() -> bytes:
+def sources() -> bytes:
     digest = hashlib.sha256()
     for name in ("torch", "triton"):
         with suppress(PackageNotFoundError):

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from penstock import __version__, models
+from penstock import models
 from penstock.checkpoint import dtype_of, resolve_folder, sample
 from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
 from penstock.config.schema import EngineOptions, balancing
@@ -29,7 +29,7 @@ from penstock.parallel.axis import ALONE, Place
 from penstock.parallel.mesh import Mesh, join
 from penstock.platform.allocator import keep_freed_memory
 from penstock.platform.facts import detect, device_name
-from penstock.platform.kept import Kept
+from penstock.platform.kept import Kept, sources
 from penstock.platform.profile import Profile
 from penstock.stores.opening import Opening
 from penstock.worker import memory
@@ -118,7 +118,7 @@ class Rank:
     def _alike(self) -> list[str]:
         options = self._options
         weights = sample(self._folder, options.load_format, options.seed)[:16]
-        return [f"Penstock {__version__}", f"PyTorch {torch.__version__}", f"weights {weights}",
+        return [f"sources {sources().hex()[:16]}", f"PyTorch {torch.__version__}", f"weights {weights}",
                 *(f"{name} {getattr(options, name)}" for name in _ALIKE)]
 
     def check(self, config: EngineConfig) -> None:

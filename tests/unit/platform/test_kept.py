@@ -19,7 +19,7 @@ def test_found_again_under_the_same_only(tmp_path: Path) -> None:
 
 def test_other_sources_are_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Kept(tmp_path, "model").write({"a": 1})
-    monkeypatch.setattr(kept, "_sources", lambda: b"other sources")
+    monkeypatch.setattr(kept, "sources", lambda: b"other sources")
     assert Kept(tmp_path, "model").read() is None
 
 
