@@ -288,6 +288,15 @@ def test_drafts_that_need_more_than_tokens_are_refused_with_stages(more: dict[st
         Engine(asked, rank=Threaded(asked))
 
 
+def test_a_lone_sequence_is_drafted_for_in_stages() -> None:
+    asked = options("canary", max_model_len=192, pipeline_parallel_size=2, speculative_model=str(ASSETS / "canary-draft"), draft_policy="fixed")
+    engine = Engine(asked, rank=Threaded(asked))
+    engine.submit(Request("0", questions()[0], SamplingParams(temperature=0, max_tokens=40, seed=0, ignore_eos=True)))
+    drained(engine, 1)
+    assert engine.stats().accepted_tokens > 10
+    engine.close()
+
+
 @pytest.mark.parametrize(("layers", "message"), [("3", "2 numbers"), ("0,6", "above 0"), ("2,2", "sum is")])
 def test_layers_that_are_no_stages_are_refused(layers: str, message: str) -> None:
     asked = options("canary", pipeline_parallel_size=2, pipeline_layers=layers)

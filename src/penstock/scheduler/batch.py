@@ -46,7 +46,7 @@ class Batch:
         own = len(running) - len(apart | resting)
         coming = 0 if queues.crowded else min(len(queues.waiting) + queues.coming, len(queues.rows))
         head = next(iter(queues.waiting), None) if coming else None
-        hinted = drafting.begin((len(running) + coming) // self._limits.stages)
+        hinted = drafting.begin(-(-(len(running) + coming) // self._limits.stages))
         spare = self.spare() if hinted else 0
         answering: list[Sequence] = []
         sequences, counts = step.sequences, step.counts
