@@ -88,7 +88,7 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
         step_target=None if options.step_target_ms is None else options.step_target_ms / 1e3,
         kernels=options.kernels, batch_invariant=gpu and options.batch_invariant,
         graph_tokens=min(budget, graph_tokens(parameters)) if gpu and not options.enforce_eager else 0,
-        speculation=drafting, stages=stages, exact=stages > 1 or (gpu and (options.batch_invariant or contexts > 1)),
+        speculation=drafting, stages=stages, exact=max(stages, contexts) > 1 or (gpu and options.batch_invariant),
         adapters=(options.max_loras, options.max_lora_rank or LORA_RANK) if options.enable_lora else None)
 
 

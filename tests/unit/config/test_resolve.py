@@ -34,10 +34,10 @@ def test_refusals_say_what_would_do(changes: dict[str, object], word: str) -> No
 
 
 def test_starts_are_exact_where_kernels_or_stages_need_it() -> None:
-    """Batch-invariant kernels and contexts divided over GPUs have work lists that no uncertain start fits."""
+    """Batch-invariant kernels on GPUs have work lists that no uncertain start fits; ranks divide segments by their places."""
     gpu = DeviceFacts("cuda", "test", 8 << 30, 2)
     for options, on_cpu, on_gpu in (({}, False, False), ({"batch_invariant": True}, False, True),
-                                    ({"context_parallel_size": 2}, False, True), ({"pipeline_parallel_size": 2}, True, True)):
+                                    ({"context_parallel_size": 2}, True, True), ({"pipeline_parallel_size": 2}, True, True)):
         for facts, exact in ((CPU, on_cpu), (gpu, on_gpu)):
             assert resolve(EngineOptions(model="m", **options), 2048, "bfloat16", facts).exact is exact, (options, facts.kind)
 
