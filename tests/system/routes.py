@@ -135,8 +135,7 @@ EXCLUDED: list[tuple[tuple[str, str], tuple[str, str]]] = [
     *((("adapter", "mixed"), ("codec", one)) for one in ("int8", "turbo4")),
     *((("adapter", "mixed"), ("scheme", one)) for one in ("int4", "q8_0")),
     *((("tier", tier), ("reuse", "off")) for tier in ("host", "evict", "disk")),
-    *((("drafter", drafter), ("layout", "pp2")) for drafter in ("eagle3", "tree")),
-    *((("drafter", drafter), ("layout", "cp2")) for drafter in ("eagle3", "tree")),
+    (("drafter", "tree"), ("layout", "cp2")),
     # The last place of a sum, which PyTorch's products of other sizes and sums over ranks change, may become a whole code.
     *((plain, stored) for plain in (("kernel", "reference"), ("layout", "tp2"), ("layout", "tp3"), ("layout", "cp2"))
       for stored in (*(("codec", name) for name in ("fp8", "int8", "turbo4")),

@@ -38,7 +38,7 @@ from penstock.parallel.group import Runs
 from penstock.parallel.placement import Held
 from tests.models.families import CASES, ENDS, Case, make
 from tests.sampling import sampled
-from tests.system.random_models import saved_head, saved_random
+from tests.system.random_models import saved_random
 from tests.system.ranks import Threaded, Threads, drained
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -228,7 +228,8 @@ def questions() -> list[list[int]]:
 def repeated(predicted: Sequence[Sequence[int]] = (), params: dict[str, Any] | None = None,
              drafters: list[Any] | None = None, **more: Any) -> tuple[list[list[int]], EngineStats]:
     """Answers to `questions`, more of them than rows and pages suffice for. `drafters`: gets those of the ranks."""
-    asked = options("canary", max_num_batched_tokens=24, max_model_len=192, **{"kv_cache_memory_bytes": 3 << 18, **more})
+    asked = options(**{"folder": "canary", "max_num_batched_tokens": 24, "max_model_len": 192,
+                       "kv_cache_memory_bytes": 3 << 18, **more})
     group = Threaded(asked) if place(asked).ranks > 1 else None
     engine = Engine(asked) if group is None else Engine(asked, rank=group)
     if group is not None and drafters is not None:
@@ -278,23 +279,61 @@ def test_predictions_in_stages(stages: int) -> None:
     assert stats.drafted_tokens > stats.accepted_tokens
 
 
-@pytest.mark.parametrize("more", [
-    {"speculative_model": str(ASSETS / "canary-eagle")}, {"speculate": "layer_skip"},
-    *({"speculative_config": {"model": str(ASSETS / "canary-draft"), **one}} for one in (
-        {"speculative_eagle_topk": 2}, {"rejection_sample_method": "block"}, {"ahead": 2, "device": "cpu"}))], ids=str)
-def test_drafts_that_need_more_than_tokens_are_refused_with_stages(more: dict[str, Any]) -> None:
-    asked = options("canary", pipeline_parallel_size=2, **more)
-    with pytest.raises(ConfigError, match="not possible with pipeline_parallel_size as it is asked for"):
-        Engine(asked, rank=Threaded(asked))
+EAGLE, DRAFT, LATENT = (str(ASSETS / name) for name in ("canary-eagle", "canary-draft", "canary-mla"))
+LATE: dict[str, dict[str, Any]] = {
+    "eagle": {"model": EAGLE}, "tree": {"model": EAGLE, "speculative_eagle_topk": 2}, "mtp": {"method": "mtp"},
+    "model-tree": {"model": DRAFT, "speculative_eagle_topk": 2}, "ahead": {"model": DRAFT, "ahead": 2, "device": "cpu"},
+    "ruled": {"model": DRAFT, "rejection_sample_method": "block"}}
+"""Drafters of the last stage."""
+
+
+@pytest.mark.parametrize(("drafter", "ranks", "stages"), [
+    ("eagle", 1, 3), ("tree", 2, 2), ("mtp", 1, 2), ("ruled", 1, 2),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+        ("eagle", 2, 2), ("tree", 1, 3), ("model-tree", 1, 2), ("ahead", 1, 2), ("mtp", 2, 2), ("ruled", 1, 3)))])
+def test_drafts_of_the_last_stage(drafter: str, ranks: int, stages: int) -> None:
+    """Hidden states of earlier stages reach the head, drafts and their trees all stages; as many are right as on one rank."""
+    model = LATENT if drafter == "mtp" else "canary"
+    drafting = {"speculative_config": {"draft_policy": "fixed", "num_speculative_tokens": 3, **LATE[drafter]},
+                "kv_cache_memory_bytes": 3 << 20}
+    for params in ({}, {"temperature": 0.7}) if drafter != "ruled" else ({},):
+        wanted, _ = repeated(params=params, folder=model)
+        _, alone = repeated(params=params, folder=model, **drafting)
+        found, stats = repeated(params=params, folder=model, tensor_parallel_size=ranks, pipeline_parallel_size=stages,
+                                **drafting)
+        assert found == wanted, params
+        assert 0.95 < stats.accepted_tokens / alone.accepted_tokens < 1.05 and stats.drafts > 50
 
 
 def test_a_lone_sequence_is_drafted_for_in_stages() -> None:
-    asked = options("canary", max_model_len=192, pipeline_parallel_size=2, speculative_model=str(ASSETS / "canary-draft"), draft_policy="fixed")
+    asked = options("canary", max_model_len=192, pipeline_parallel_size=2, speculative_model=DRAFT, draft_policy="fixed")
     engine = Engine(asked, rank=Threaded(asked))
     engine.submit(Request("0", questions()[0], SamplingParams(temperature=0, max_tokens=40, seed=0, ignore_eos=True)))
     drained(engine, 1)
     assert engine.stats().accepted_tokens > 10
     engine.close()
+
+
+def test_rejection_sampling_in_stages_draws_what_one_rank_draws() -> None:
+    """Where each round drafts as many, tokens are the same: a sequence at a time, and a share of random ones."""
+    found = []
+    for more in ({}, {"pipeline_parallel_size": 2}):
+        asked = options("canary", max_model_len=192, **more, speculative_config={
+            "model": DRAFT, "draft_policy": "fixed", "num_speculative_tokens": 3, "rejection_sample_method": "probabilistic"})
+        engine = Engine(asked, rank=Threaded(asked)) if more else Engine(asked)
+        said = []
+        for i, prompt in enumerate(questions()[:3]):
+            engine.submit(Request("0", prompt, SamplingParams(temperature=1.1, max_tokens=40, seed=i, ignore_eos=True)))
+            said += drained(engine, 1)
+        found.append((said, engine.stats().accepted_tokens))
+        engine.close()
+    assert found[0] == found[1] and found[0][1] > 40
+
+
+def test_layer_skip_is_refused_with_stages() -> None:
+    asked = options("canary", pipeline_parallel_size=2, speculate="layer_skip")
+    with pytest.raises(ConfigError, match="layer_skip is not possible with pipeline_parallel_size"):
+        Engine(asked, rank=Threaded(asked))
 
 
 @pytest.mark.parametrize(("layers", "message"), [("3", "2 numbers"), ("0,6", "above 0"), ("2,2", "sum is")])
@@ -417,13 +456,18 @@ def test_ranks_divide_a_drafters_weights(name: str, ranks: int, more: dict[str, 
     assert sizes[1] < 0.8 * sizes[0]
 
 
-@pytest.mark.parametrize("asked", [{"speculate": "mtp"}, {"speculate": "layer_skip"}, {"speculative_model": "head"}], ids=str)
-def test_drafts_from_hidden_states_are_refused_with_contexts(asked: dict[str, str], tmp_path: Path) -> None:
-    if "speculative_model" in asked:
-        asked = {"speculative_model": str(saved_head(canary.model_folder(), tmp_path / "head", 3))}
-    found = options("canary", context_parallel_size=2, **asked)
-    with pytest.raises(PenstockError, match="is not possible with context_parallel_size"):
-        Engine(found, rank=Threaded(found))
+@pytest.mark.parametrize(("drafter", "stages"), [("eagle", 2), ("mtp", 1), ("skip", 1), ("many", 1)])
+def test_drafts_beside_contexts(drafter: str, stages: int) -> None:
+    """Hidden states of all tokens reach heads, also of prompts that ranks divide, and so do long drafts: planned ahead, too."""
+    drafting: dict[str, Any] = {"draft_policy": "fixed", "num_speculative_tokens": 12 if drafter == "many" else 3,
+                                "depth": stages + 1, "kv_cache_memory_bytes": 3 << 20,
+                                **{"eagle": {"speculative_model": EAGLE}, "mtp": {"speculate": "mtp"},
+                                   "skip": {"speculate": "layer_skip"}, "many": {"speculate": "ngram"}}[drafter]}
+    model = LATENT if drafter == "mtp" else "canary"
+    wanted, _ = repeated(folder=model)
+    _, alone = repeated(folder=model, **{**drafting, "depth": 1})
+    found, stats = repeated(folder=model, context_parallel_size=2, block_size=4, pipeline_parallel_size=stages, **drafting)
+    assert found == wanted and 0.95 < stats.accepted_tokens / alone.accepted_tokens < 1.05
 
 
 def mixture(case: Case, folder: Path) -> bool:

@@ -74,10 +74,6 @@ def resolve(options: EngineOptions, max_positions: int, checkpoint_dtype: str, f
     if contexts > 1 and gpu and drafting is not None:
         raise ConfigError("speculative decoding is not possible with context_parallel_size on GPUs, whose hosts count the keys "
                           "that each query sees; leave out speculate, or use tensor_parallel_size")
-    if contexts > 1 and drafting is not None and drafting.method in ("mtp", "layer_skip"):
-        raise ConfigError(f"speculate {drafting.method} is not possible with context_parallel_size; use ngram or a draft model")
-    if drafting is not None and drafting.method == "auto" and drafting.model is None and max(contexts, stages) > 1:
-        drafting = replace(drafting, method="suffix")
     if drafting is not None and drafting.relaxed and options.tensor_parallel_size > 1:
         raise ConfigError("use_relaxed_acceptance_for_thinking compares all logits of a token, which ranks divide; use "
                           "tensor_parallel_size 1, or leave it out")

@@ -44,7 +44,9 @@ class Decoder:
         self.context = context
         self.lockstep = data
         self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)
-        self.embedding: Embedding | Join | None = spec.embedding.build(build, dtype) if spec.begins else None
+        self.lent = spec.embedding.build(build, dtype) if spec.begins or spec.lends else None
+        """The embedding, where it is."""
+        self.embedding: Embedding | Join | None = self.lent if spec.begins else None
         self._away = values.away
         self.blocks = [Block(block, f"blocks.{i}", build) if self._away is None or not spec.leaves(i - spec.first)
                        else Visiting(block, f"blocks.{i}", build, self._away, i)
@@ -96,15 +98,19 @@ class Decoder:
 
     def tap(self, layers: Sequence[int], tokens: int) -> None:
         """From now on `forward` leaves in `tapped` [tokens, layers x width] what goes into these blocks, of every token of its
-        step; no layers: the hidden states after the last norm."""
+        step; no layers: the hidden states after the last norm. A pipeline stage has those of the stages before it, too."""
         self._taps = tuple(layers) or (-1,)
         self.tapped = torch.zeros(tokens, len(self._taps) * self.spec.width, dtype=self.dtype, device=self.device)
+
+    def taps_before(self, block: int) -> bool:
+        """Whether some are of blocks before this one."""
+        return any(0 <= tap < block for tap in self._taps)
 
     def _tap(self, block: int, delta: torch.Tensor | None, stream: torch.Tensor) -> None:
         if block in self._taps:
             at = self._taps.index(block) * self.spec.width
             room = self.tapped[:len(stream), at:at + self.spec.width]
-            if delta is not None and self.group is not None and self._parts[block]:
+            if delta is not None and self.group is not None and self._parts[block - self.spec.first]:
                 delta = self.group.reduce(delta.clone())
             room.copy_(stream if delta is None else stream + delta)
 
@@ -119,20 +125,24 @@ class Decoder:
         step.runs = None if self.group is None else self._runs(step, self.group)
         if division is not None and self.context is not None:
             hidden = division.whole(self._divided(step, division.own), self.context)
+            if self._taps:
+                self.tapped[:len(hidden)] = division.whole(self.tapped[:len(division.own)], self.context)
+                self._tap(-1, None, hidden)
             return hidden if ends is None else hidden.index_select(0, ends)
         residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
         delta: torch.Tensor | None = None
         *blocks, last = self.blocks
-        for number, block in enumerate(blocks):
+        end = self.spec.first + len(blocks)
+        for number, block in enumerate(blocks, self.spec.first):
             if self._taps:
                 self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
         if self._taps:
-            self._tap(len(blocks), delta, residual)
-        if not self._taps or (max(self._taps) <= len(blocks) and min(self._taps) >= 0):
+            self._tap(end, delta, residual)
+        if not self._taps or not self.spec.ends or (max(self._taps) <= end and min(self._taps) >= 0):
             return self._end(*last(delta, residual, step, ends), step.runs)
         delta, residual = last(delta, residual, step)
-        self._tap(len(blocks) + 1, delta, residual)
+        self._tap(end + 1, delta, residual)
         hidden = self._end(delta, residual)
         self._tap(-1, None, hidden)
         return hidden if step.ends is None else hidden.index_select(0, step.ends)
@@ -142,8 +152,14 @@ class Decoder:
         residual = self.embedding(step.part(own)) if self.embedding is not None else \
             self.entry(len(step.tokens)).index_select(0, own)
         delta: torch.Tensor | None = None
-        for block in self.blocks:
+        if self._taps:
+            self.tapped[:len(own)] = self.tapped.index_select(0, own)
+        for number, block in enumerate(self.blocks, self.spec.first):
+            if self._taps:
+                self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
+        if self._taps:
+            self._tap(self.spec.first + len(self.blocks), delta, residual)
         return self._end(delta, residual, step.runs)
 
     def _runs(self, step: Step, group: Group) -> Runs | None:

@@ -60,6 +60,8 @@ class ModelSpec:
     """It has the embedding."""
     ends: bool = True
     """It has the last norm and the head."""
+    lends: bool = False
+    """A draft head on the last stage uses the embedding, which that stage has, too."""
 
     def at(self, place: Place) -> ModelSpec:
         """The part of the rank at `place`."""
@@ -112,15 +114,16 @@ class ModelSpec:
                              "model's layers")
         borders = [sum(layers[:i]) for i in range(stages + 1)]
         every = tuple(self.blocks[a:b] for a, b in pairwise(borders))
-        return replace(self, blocks=every[stage], stages=every, first=borders[stage], begins=stage == 0,
-                                   ends=stage == stages - 1)
+        ends = stage == stages - 1
+        return replace(self, blocks=every[stage], stages=every, first=borders[stage], begins=stage == 0, ends=ends,
+                       lends=self.lends and ends)
 
     @property
     def staged(self) -> ModelSpec:
         """The model of all stages together."""
         if not self.stages:
             return self
-        return replace(self, blocks=sum(self.stages, ()), stages=(), first=0, begins=True, ends=True)
+        return replace(self, blocks=sum(self.stages, ()), stages=(), first=0, begins=True, ends=True, lends=False)
 
     def share(self, ranks: int) -> ModelSpec:
         """One rank's part. It is the same for every rank; which rows of a parameter are in it, `Parameter.share` says."""
@@ -223,7 +226,7 @@ class ModelSpec:
 
     def _parameters(self) -> Iterator[Parameter]:
         for parameter in self.embedding.parameters(self.vocab, self.width):
-            if self.begins or (self.ends and self.head.tied and parameter.name == "embedding.weight"):
+            if self.begins or self.lends or (self.ends and self.head.tied and parameter.name == "embedding.weight"):
                 yield parameter
         for i, block in enumerate(self.blocks, self.first):
             for parameter in block.parameters(f"blocks.{i}"):

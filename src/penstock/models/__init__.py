@@ -28,15 +28,16 @@ __all__ = ["Decoder", "ModelSpec", "configured", "describe", "family_of", "load"
 def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device, kernels: Kernels,
          load_format: str = "auto", max_model_len: int, seed: int = 0, progress: Progress | None = None, place: Place = ALONE,
          group: Group | None = None, data: Lockstep | None = None, context: Group | None = None, resident: int = 0,
-         away: int = 0, folder_away: str | None = None) -> Decoder:
+         away: int = 0, folder_away: str | None = None, lends: bool = False) -> Decoder:
     """A model ready to run: described by `config` (as `read_config` gives it), weights from `folder`'s safetensors.
 
     load_format "dummy" needs no folder: weights are random, a function of `seed`. `max_model_len` is the length of the rope
     tables, and decides how some rope scalings behave (layers/rope.py). `progress` is called with (bytes done, bytes in all).
     `place` is that of a rank, which loads its share and exchanges with its `group`, `data` and `context`. `resident`: experts
     of a layer on the device, if not all (`ModelSpec.resident`). `away`: blocks whose matrices are not (`ModelSpec.away`);
-    on a CPU, or with `folder_away`, they are in a file. ModelError names what is wrong with the config or the files."""
-    spec = replace(describe(config), resident=resident, away=away)
+    on a CPU, or with `folder_away`, they are in a file. `lends`: `ModelSpec.lends`. ModelError names what is wrong
+    with the config or the files."""
+    spec = replace(describe(config), resident=resident, away=away, lends=lends)
     learned = spec.embedding.positions if isinstance(spec.embedding, EmbeddingSpec) else 0
     if learned and max_model_len > spec.longest:
         raise ModelError(f"max_model_len {max_model_len} is beyond the {learned} positions that this model has learned; "

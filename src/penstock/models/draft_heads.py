@@ -45,6 +45,11 @@ class DraftHead:
     mask: int | None = None
     """The token in whose place it drafts further tokens, all in one pass (P-EAGLE); None: one after the other."""
 
+    @property
+    def borrows(self) -> bool:
+        """Whether it uses the target's embedding."""
+        return not (isinstance(self.spec.embedding, JoinSpec) and self.spec.embedding.tokens)
+
     def checkpoint(self, dtype: str, device: torch.device | None = None) -> Checkpoint:
         found = checkpoint_of(self.folder, self.config, self.spec, dtype, device, self.rules)
         if self.stems:

@@ -151,6 +151,8 @@ class LoadedDrafter:
     """Whether its drafter's `follow` is called."""
     asked = STRICT
     """By which rule its drafts are kept."""
+    here, late = True, False
+    """Whether this pipeline stage drafts; whether the last one does, not the first."""
     counted: tuple[int, int] = (0, 0)
     """Of one that drafts ahead: outcomes for which it had drafts, and all."""
 
@@ -161,6 +163,7 @@ class LoadedDrafter:
         """The model that drafts, if there is one: its steps take memory and kernels like the target's."""
         self.states: list[StateSpec] = [] if model is None else model.states
         """Its cache states, which share the target's pages."""
+        self.computation = "" if model is None else model.computation
 
     def start(self, host: Host) -> Drafter:
         """Its drafter on the rows of a worker."""

@@ -244,6 +244,8 @@ class Runner:
         bucket = self.builder.bucket(plan, count) if found is None else found
         if self.pipe is not None and not self.model.spec.begins:
             self.pipe.receive(self.model.entry(bucket.tokens))
+            if self.model.taps_before(self.model.spec.first):
+                self.pipe.receive(self.model.tapped[:bucket.tokens])
         if self.graphs is not None and found is not None:
             builder = self.graphs.builder
             ends = builder.ends(count, bucket)
@@ -268,3 +270,5 @@ class Runner:
     def _pass_on(self, stream: torch.Tensor, copied: bool = False) -> None:
         if self.pipe is not None and not self.model.spec.ends:
             self.pipe.send(stream.clone() if copied else stream)
+            if self.model.taps_before(self.model.spec.first + len(self.model.blocks)):
+                self.pipe.send(self.model.tapped[:len(stream)].clone())

@@ -142,19 +142,23 @@ class Rank:
         self._draft = None if config.speculation is None else drafters.survey(
             config.speculation, self._folder, self._checkpoint, self._whole, config.max_model_len,
             self._options.load_format == "dummy")
-        if self._draft is not None and self._place.stages > 1:
-            drafters.check_stages(self._draft)
-        divided = max(self._place.datas, self._place.contexts) > 1
-        if divided and self._draft is not None and (self._draft.head is not None or self._draft.asked.method == "layer_skip"):
-            raise ConfigError(f"speculate {self._draft.asked.method} is not possible with context_parallel_size, nor where "
-                              "replicas share experts (enable_expert_parallel with data_parallel_size); use ngram or a draft "
-                              "model, or leave one out")
+        head = None if self._draft is None else self._draft.head
+        self._spec = replace(self._spec, lends=head is not None and head.borrows and self._spec.ends and self._place.stages > 1)
+        skips = self._draft is not None and self._draft.asked.method == "layer_skip"
+        if skips and self._place.stages > 1:
+            raise ConfigError("speculate layer_skip is not possible with pipeline_parallel_size: its first layers and its head "
+                              "are on different stages; use another drafter, or tensor_parallel_size")
+        if self._place.datas > 1 and self._draft is not None and (head is not None or skips):
+            raise ConfigError(f"speculate {self._draft.asked.method} is not possible where replicas share experts "
+                              "(enable_expert_parallel with data_parallel_size); use ngram or a draft model, or leave one out")
         memory.check(self._limits, self._config, self._specs, self._device, self._facts, self._occupancy, self._kernels)
 
     @property
     def _specs(self) -> list[models.ModelSpec]:
-        """The model, and the draft model if there is one."""
-        draft = None if self._draft is None else self._draft.part(self._place)
+        """The model, and the draft model if there is one on this stage."""
+        if self._draft is None or self._place.stage != (self._place.stages - 1) * self._draft.late:
+            return [self._spec]
+        draft = self._draft.part(self._place)
         return [self._spec] if draft is None else [self._spec, draft]
 
     def load(self, progress: Progress | None = None) -> Loaded:
@@ -176,7 +180,7 @@ class Rank:
             self._model = model = models.load(self._folder, self._checkpoint, **how, progress=progress, place=self._place,
                                               group=self._mesh.tensor, data=self._mesh.data, context=self._mesh.context,
                                               resident=self._spec.resident, away=self._spec.away,
-                                              folder_away=options.offload_folder)
+                                              folder_away=options.offload_folder, lends=self._spec.lends)
             if self._draft is not None:
                 room = max(fitted(config.max_num_batched_tokens), self._config.graph_tokens, config.max_num_seqs)
                 self._drafter = drafters.load(self._draft, model, room, **how, place=self._place, group=self._mesh.tensor)
@@ -194,10 +198,12 @@ class Rank:
                 working = working._replace(step=working.step + slots, graphs=2 * working.graphs)
             room = cache_room(self._limits, self._facts, memory.free_bytes(device, self._limits.utilization),
                               working.step + working.graphs)
-        held = self._held(model)
+        states, computed = [*model.states], model.computation
+        if self._drafter is not None and self._drafter.states:
+            states, computed = states + self._drafter.states, f"{computed}+{self._drafter.computation}"
         self._loaded = loaded = Loaded(
-            [state for one in held for state in one.states], sum(one.weight_bytes for one in held), working.step,
-            working.graphs, room, self._occupancy, "+".join(one.computation for one in held), kernels.table(),
+            states, sum(one.weight_bytes for one in self._held(model)), working.step,
+            working.graphs, room, self._occupancy, computed, kernels.table(),
             notes(kernels, self._facts), sum(one.compiled for one in found), max((one.seconds for one in found), default=0.0))
         return loaded
 

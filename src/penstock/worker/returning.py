@@ -1,5 +1,5 @@
 """The way of tokens between a pipeline's stages, on the device: chosen ones from the last stage to the rows of the first, and
-drafts from the first to the others.
+drafts from the stage that has written them to the others.
 
 The first stage takes in a step's tokens when a later one needs one of its rows: none waits for what it does not need."""
 
@@ -18,8 +18,9 @@ from penstock.worker.sampler import LogitsRows
 class Returning:
     """One end of the way."""
 
-    def __init__(self, pipe: Pipe, rows: Rows) -> None:
-        self._pipe, self._rows = pipe, rows
+    def __init__(self, pipe: Pipe, rows: Rows, *, first: bool, last: bool, late: bool) -> None:
+        """`late`: the last stage drafts, and not the first."""
+        self._pipe, self._rows, self._first, self._last, self._late = pipe, rows, first, last, late
         self._places = Staging(rows.device, rows.bring)
         self._expected: deque[tuple[Ints, Ints]] = deque()
         """(rows, positions) of the tokens of each step that have not been taken in."""
@@ -28,15 +29,27 @@ class Returning:
         """The last stage's: those of a step."""
         self._pipe.send_back(torch.cat(list(tokens)))
 
-    def hand_on(self, drafting: Drafting, *, first: bool, last: bool) -> None:
-        """Has every stage verify, or compute, the drafts that the first one has written."""
+    def hand_on(self, drafting: Drafting, trees: Sequence[torch.Tensor] = ()) -> None:
+        """Has every stage verify, or compute, the drafts that one has written, in these trees by rows."""
         places = drafting.places(drafting.count)
-        if not first:
-            found = torch.empty(len(places[0]), dtype=torch.int32, device=self._rows.device)
-            self._pipe.receive(found)
-            self._rows.tokens[places] = found
-        if not last:
-            self._pipe.send(self._rows.tokens[places])
+        for table, at in ((self._rows.tokens, places), *((tree, drafting.row.long()) for tree in trees)):
+            table[at] = self.share(table[at])
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """What the stage that drafts has in x, on every stage."""
+        if self._late and self._last:
+            self._pipe.send_back(x)
+            # It comes around.
+            x = torch.empty_like(x)
+        if self._late and self._first:
+            # In the order in which they were sent.
+            self._take(len(self._expected))
+            self._pipe.receive_back(x)
+        if not self._first:
+            self._pipe.receive(x)
+        if not self._last:
+            self._pipe.send(x)
+        return x
 
     def expect(self, lines: LogitsRows) -> None:
         """The first stage's: the tokens of a step that was launched."""
@@ -48,7 +61,10 @@ class Returning:
         # A drafter may keep the tokens of rows that leave.
         touched = {*plan.rows.tolist(), *plan.leave, *(enter.row for enter in plan.enter)}
         needed = max((i for i, (rows, _) in enumerate(self._expected, 1) if not touched.isdisjoint(rows.tolist())), default=0)
-        for _ in range(needed):
+        self._take(needed)
+
+    def _take(self, steps: int) -> None:
+        for _ in range(steps):
             rows, positions = self._expected.popleft()
             found = torch.empty(len(rows), dtype=torch.int32, device=self._rows.device)
             self._pipe.receive_back(found)

@@ -42,7 +42,9 @@ class Trees:
         self._bits, self._parent, self._depth = (line.repeat(count, 1) for line in self._chain)
         """[row, draft] its ancestors and itself; its parent's line within the segment (0: the root's); its depth (0: none)."""
         self.planted = False
-        """Whether the step has any tree that is not a chain."""
+        """Whether the step has any tree that is not a chain, or may have on another pipeline stage."""
+        self.paths = torch.empty(0)
+        """[S, 1 + longest segment] how many tokens the step's segments with logits rows keep; which lines these are, first."""
 
     def begin(self, plan: StepPlan) -> None:
         """Makes all drafts of a step chains."""
@@ -67,6 +69,11 @@ class Trees:
         row = drafting.row.long()
         for table, one in zip((self._bits, self._parent, self._depth), (bits, parent, depth), strict=True):
             table[row, :one.shape[1]] = one.to(table.dtype)
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        """What pipeline stages tell each other of rows' trees."""
+        return self._bits, self._parent, self._depth
 
     def of(self, plan: StepPlan) -> Branches | None:
         """The way in which a step's tokens see each other; None if it has no trees."""
@@ -94,7 +101,7 @@ class Trees:
         of tokens that each segment with logits rows keeps. The path's tokens and positions are written."""
         most, begin, size, group, offset = self._laid
         place = torch.arange(most, device=chosen.device)
-        row, start, nodes = lines.row[begin].long(), lines.position[begin].long() - 1, place[:-1]
+        row, nodes = lines.row[begin].long(), place[:-1]
         line = (begin[:, None] + place).clamp(max=len(chosen) - 1)
         bits, parent, depth = (table[row, :most - 1] for table in (self._bits, self._parent, self._depth))
         valid = (nodes < (size - 1)[:, None]) & (depth > 0)
@@ -103,19 +110,27 @@ class Trees:
         accepted = valid & ((bits & ~matched) == 0)
         kept = 1 + torch.where(accepted, depth, 0).amax(1)
         rank = torch.where(accepted, depth.long(), WORD + nodes).masked_fill(~valid, 3 * WORD)
-        self._order = torch.argsort(torch.cat((torch.zeros_like(size)[:, None], rank), 1), stable=True)
-        self._moved = row, start, kept
-        order = begin[group] + self._order[group, offset]
+        places = torch.argsort(torch.cat((torch.zeros_like(size)[:, None], rank), 1), stable=True)
+        self.expect(lines)
+        self.paths = torch.cat((kept[:, None], places), 1)
+        order = begin[group] + places[group, offset]
         position = lines.position[begin][group] + offset.int()
         lines.position.copy_(position)
         self._rows.tokens[lines.row.long(), position.long()] = chosen[order].clamp(min=0)
         return order, kept.int()
 
+    def expect(self, lines: LogitsRows) -> None:
+        """Makes room for the `paths` of a step, which one pipeline stage finds."""
+        first, count = lines.groups()
+        begin = upload(first, lines.row.device).long()
+        self._moved = lines.row[begin].long(), lines.position[begin].long() - 1
+        self.paths = torch.zeros(len(first), 1 + int(count.max()), dtype=torch.int64, device=begin.device)
+
     def compact(self, views: Sequence[StateView]) -> None:
         """Moves the cache entries of the accepted paths to where a chain's would be."""
-        row, start, kept = self._moved
-        to = torch.arange(1, min(self._order.shape[1] - 1, self.levels) + 1, device=row.device)[None]
-        source = start[:, None] + torch.where(to < kept[:, None], self._order[:, 1:to.shape[1] + 1], to)
+        (row, start), kept, places = self._moved, self.paths[:, :1], self.paths[:, 1:]
+        to = torch.arange(1, min(places.shape[1] - 1, self.levels) + 1, device=row.device)[None]
+        source = start[:, None] + torch.where(to < kept, places[:, 1:to.shape[1] + 1], to)
         target = start[:, None] + to
         for view in views:
             table = self._rows.device_tables[view.group]

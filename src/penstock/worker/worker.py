@@ -197,8 +197,10 @@ class Worker:
                 model.entry(max(fitted(budget), graph_tokens))
             self._set_up(max_num_seqs, max_model_len, device, graph_tokens)
             self.runner.pipe = pipe
-            self.returning = Returning(pipe, self.rows) if pipe is not None else None
-            if drafter is not None and model.spec.begins:
+            if pipe is not None:
+                self.returning = Returning(pipe, self.rows, first=model.spec.begins, last=model.spec.ends,
+                                           late=drafter is not None and drafter.late)
+            if drafter is not None and drafter.here:
                 self.drafter = drafter.start(Host(model, self.rows, layout.page, self.sampler, budget, views[own:],
                                                   partial(self._capture, graph_tokens), self.trees,
                                                   None if self.rejection is None else self.rejection.draw))
@@ -330,9 +332,9 @@ class Worker:
             self.movers.load(plan)
         idle = plan.idle
         drafting = Drafting(plan, self.rows)
+        if self.trees is not None and not idle:
+            self.trees.begin(plan)
         if self.drafter is not None and not idle:
-            if self.trees is not None:
-                self.trees.begin(plan)
             if self.rejection is not None:
                 self.rejection.begin(drafting)
             if self._follows and not plan.rests:
@@ -340,7 +342,9 @@ class Worker:
             said = self.drafter.propose(drafting)
             chances = None if said is None else to_host(said)
         if self.returning is not None and len(drafting.segments):
-            self.returning.hand_on(drafting, first=self.model.spec.begins, last=self.model.spec.ends)
+            self.returning.hand_on(drafting, () if self.trees is None else self.trees.tables)
+            if self.trees is not None:
+                self.trees.planted = True
         if plan.tells_drafts:
             self.rows.settle()
             told = Arriving(drafting.written())
@@ -362,9 +366,7 @@ class Worker:
             choose: Callable[[Masks | None], Chosen] = partial(
                 self._choose, plan, Forward(hidden, ends, lines, logits, wants), interval)
         else:
-            if self.returning is not None and self.model.spec.begins:
-                self.returning.expect(lines)
-            choose = partial(self._passed, interval)
+            choose = partial(self._passed, lines, interval)
         interval.mark(2)
         masked = len(plan.masked) > 0
         launched = Launched(plan, interval, self.movers, partial(self._choose_masked, choose, interval) if masked else None,
@@ -385,8 +387,14 @@ class Worker:
         """The logits of hidden states of these segments, followed by those of padding."""
         return self.model.head(hidden, self.adapters.head(plan, segments, len(hidden)))
 
-    def _passed(self, interval: Interval, _masks: Masks | None) -> Chosen:
+    def _passed(self, lines: LogitsRows, interval: Interval, _masks: Masks | None) -> Chosen:
         """The second launch where another stage chooses."""
+        assert self.returning is not None
+        if self.trees is not None and self.trees.planted:
+            self.trees.expect(lines)
+            self._compact(self.trees)
+        if self.model.spec.begins:
+            self.returning.expect(lines)
         interval.stop()
         return Chosen()
 
@@ -444,8 +452,13 @@ class Worker:
             forward.ends = forward.ends[order]
             if len(self.model.tapped):
                 self.model.tapped[heads] = self.model.tapped[heads[order]]
-        trees.compact(self._views)
+        self._compact(trees)
         return chosen[order], kept
+
+    def _compact(self, trees: Trees) -> None:
+        if self.returning is not None:
+            trees.paths = self.returning.share(trees.paths)
+        trees.compact(self._views)
 
     def _sample(self, plan: StepPlan, forward: Forward, masks: Masks | None, stay: bool,
                 drafts: torch.Tensor | None, judging: Judging | None) -> Iterator[Sampled]:

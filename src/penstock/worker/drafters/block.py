@@ -37,7 +37,7 @@ class LoadedBlock(LoadedDrafter):
         super().__init__(model)
         self.head = head
         self.extra = {name: tensor.to(model.device, model.dtype) for name, tensor in head.own(*EXTRA).items()}
-        model.embedding, model.logits = target.embedding, target.logits
+        model.embedding, model.logits = target.lent, target.logits
         target.tap(head.taps, room)
 
     def start(self, host: Host) -> Drafter:

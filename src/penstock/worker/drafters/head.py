@@ -32,8 +32,8 @@ class LoadedHead(LoadedDrafter):
         self.masks = None if masks is None else (masks[0], model.embedding.reduce(masks[1].to(model.device, model.dtype)[None]))
         """The mask token and the state [1, width] that goes with it."""
         if not model.embedding.spec.tokens:
-            assert target.embedding is not None
-            model.embedding.embed = target.embedding
+            assert target.lent is not None
+            model.embedding.embed = target.lent
         if model.logits is None:
             model.logits = target.logits
         # At one address from now on, where graphs find them.

@@ -14,7 +14,7 @@ from penstock.checkpoint.tensors import read_headers
 from penstock.config.speculation import METHODS, TREES, Speculation, own_drafters
 from penstock.core.errors import ConfigError, ModelError
 from penstock.layers.attention import AttentionSpec
-from penstock.layers.decoder import Decoder
+from penstock.layers.decoder import Decoder, computation
 from penstock.layers.spec import ModelSpec
 from penstock.models import draft_heads
 from penstock.models.draft_heads import BlockHead, DraftHead
@@ -62,6 +62,13 @@ class Found:
         except ModelError as error:
             raise ModelError(f"the draft model: {error}; or set draft_tensor_parallel_size to 1") from None
 
+    @property
+    def late(self) -> bool:
+        """Whether the last pipeline stage drafts, and not the first, which has tokens alone."""
+        asked = self.asked
+        alone = asked.method in ("ngram", "suffix", "lookahead", "draft_model")
+        return not alone or asked.tree is not None or bool(asked.rejection or asked.ahead)
+
 
 def survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
            dummy: bool = False) -> Found:
@@ -89,15 +96,6 @@ def _check_tree(found: Found, target: ModelSpec) -> None:
             if mixer.states("float32") and not fit:
                 raise ConfigError("speculative_eagle_topk is not possible with a model that has windows, ALiBi, latents or "
                                   "states of another kind: trees need keys and values of full attention; leave it out")
-
-
-def check_stages(found: Found) -> None:
-    """ConfigError if the drafter needs more than a pipeline's first stage has, which drafts: tokens."""
-    asked = found.asked
-    if asked.method not in ("ngram", "suffix", "lookahead", "draft_model") or asked.tree or asked.ahead or asked.rejection:
-        raise ConfigError(f"speculate {asked.method} is not possible with pipeline_parallel_size as it is asked for: the "
-                          "first stage drafts, from tokens alone. Possible are ngram, suffix, lookahead and draft models, "
-                          "without trees, without ahead, and with rejection_sample_method strict or synthetic")
 
 
 def _survey(asked: Speculation, folder: Path, config: Mapping[str, Any], target: ModelSpec, max_model_len: int,
@@ -160,8 +158,17 @@ def _of_model(asked: Speculation, own: Path, folder: Path, config: Mapping[str, 
 def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
     """Loads the drafter. `room`: the most tokens of a padded step. `how`: the arguments of `models/registry.py::load`, among
     them `place` and `group`. ModelError if its files are wrong."""
-    drafter = _load(found, target, room, **how)
-    drafter.asked = found.asked
+    place, late = how["place"], found.late
+    here = place.stage == (place.stages - 1) * late
+    # Drafters of users say what their states are once they are loaded.
+    drafter = _load(found, target, room, **how) if here or found.asked.method not in METHODS else LoadedDrafter()
+    drafter.asked, drafter.here, drafter.late = found.asked, here, late
+    if not here and found.spec is not None:
+        spec = found.spec if found.head is None else found.head.spec.at(Place(place.tensor, place.tensors))
+        drafter.states = spec.states(str(how["dtype"]).removeprefix("torch."))
+        drafter.computation = computation(spec, drafter.states, how["kernels"].table(), str(how["dtype"]), how["max_model_len"])
+        if found.head is not None and found.head.taps:
+            target.tap(found.head.taps, room)
     return drafter
 
 
