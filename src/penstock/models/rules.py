@@ -124,7 +124,8 @@ EMBEDDING = (
 ATTENTION = (
     *Rule.named("model.layers.#.self_attn.", {
         "q_proj.*": "attention.q.*", "k_proj.*": "attention.k.*", "v_proj.*": "attention.v.*", "o_proj.*": "attention.o.*",
-        "q_norm.weight": "attention.q_norm.weight", "k_norm.weight": "attention.k_norm.weight", "rotary_emb.inv_freq": None}),
+        "q_norm.weight": "attention.q_norm.weight", "k_norm.weight": "attention.k_norm.weight", "sinks": "attention.sinks",
+        "rotary_emb.inv_freq": None}),
     Rule("model.rotary_emb.inv_freq", None))
 
 LATENT_ATTENTION = Rule.named("model.layers.#.self_attn.", {

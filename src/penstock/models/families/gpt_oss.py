@@ -25,7 +25,7 @@ RULES = (
     *rules.EMBEDDING,
     *rules.ATTENTION,
     *rules.PRE_NORMS,
-    *Rule.named("model.layers.#.", {"self_attn.sinks": "attention.sinks", "mlp.router.*": "mlp.router.*",
+    *Rule.named("model.layers.#.", {"mlp.router.*": "mlp.router.*",
         "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", _halves),
         "mlp.experts.gate_up_proj_bias": ("mlp.experts.gate_up.bias", _halves),
         "mlp.experts.down_proj": ("mlp.experts.down.weight", rules.stacked_transposed),

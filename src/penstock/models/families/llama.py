@@ -21,10 +21,11 @@ RULES = rules.LLAMA
 def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp: Callable[..., MixerSpec] = parts.gated_mlp,
          mlps: Callable[[Config], MixerSpec | Sequence[MixerSpec]] | None = None, normed: str = "", theta: float = 10000.0,
          fraction: float = 1.0, interleaved: bool = False, turn: RopeSpec | None = None,
-         windows: Callable[[Config], list[int]] | None = None, attends: Mapping[str, Any] | None = None,
-         full: Mapping[str, Any] | None = None, **more: Any) -> ModelSpec:
+         turns: Sequence[RopeSpec | None] | None = None, windows: Callable[[Config], list[int]] | None = None,
+         attends: Mapping[str, Any] | None = None, full: Mapping[str, Any] | None = None, **more: Any) -> ModelSpec:
     """`mlps`: feed-forward parts, if not an `mlp` each. `normed`: queries and keys are, "before" or "after" rotation, or over
-    all heads together ("whole"). `turn`: the rotation, if it is not that of the three before it. `windows`: of each layer.
+    all heads together ("whole"). `turn`: the rotation, if it is not that of the three before it. `turns`, `windows`: of
+    each layer.
     `attends`: other fields of attention; `full`: of that in layers without a window. `more`: of `parts.layered`."""
     each, bias = norm(config), config.flag("attention_bias", False)
     turn = turn or rope(config, parts.head_size(config), theta=theta, fraction=fraction, interleaved=interleaved)
@@ -33,6 +34,9 @@ def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp:
     attention = replace(attention, clip=config.nullable_number("clip_qkv", 0.0), **attends or {})
     forward = mlps(config) if mlps else mlp(config, bias=config.flag("mlp_bias", False))
     sliding = parts.sliding(attention, windows(config), replace(attention, **full or {})) if windows else attention
+    if turns:
+        every = sliding if isinstance(sliding, list) else [attention] * len(turns)
+        sliding = [replace(one, rope=turn) for one, turn in zip(every, turns, strict=True)]
     return parts.layered(config, sliding, forward, each, **more)
 
 
@@ -91,12 +95,20 @@ def phi3(config: Config) -> ModelSpec:
                 windows=slides(width=0))
 
 
-def granite(config: Config, *, mlps: Callable[[Config], MixerSpec] | None = None) -> ModelSpec:
+def granite(config: Config, *, sinks: bool = False, **more: Any) -> ModelSpec:
     """A multiplier on the embedding, the scores, every branch and the logits."""
-    return spec(config, mlps=mlps, attends={"scale": config.number("attention_multiplier", 1.0)},
+    return spec(config, attends={"scale": config.number("attention_multiplier", 1.0), "sinks": sinks}, **more,
                 scale=config.number("residual_multiplier", 1.0),
                 embedding=family.EmbeddingSpec(config.number("embedding_multiplier", 1.0)),
                 head=family.HeadSpec(config.flag("tie_word_embeddings", False), divisor=config.number("logits_scaling", 1.0)))
+
+
+def granite_swa(config: Config, **more: Any) -> ModelSpec:
+    """Granite with sinks, windows but in every fourth layer, and perhaps each layer's own base of the rotation; 0: none."""
+    turn, layers = rope(config, parts.head_size(config)), config.integer("num_hidden_layers")
+    bases = config.listing("layer_rope_theta", layers, lambda base: isinstance(base, int | float) and base >= 0, "0 or more")
+    return granite(config, sinks=True, windows=slides(lambda layer: layer % 4 != 0, 128), **more,
+                   turns=[replace(turn, theta=float(base)) if base else None for base in bases or ()])
 
 
 def baichuan(config: Config) -> ModelSpec:
@@ -142,15 +154,14 @@ def minicpm(config: Config) -> ModelSpec:
 
 def smollm3(config: Config) -> ModelSpec:
     """Every fourth layer rotates nothing (NoPE)."""
-    norm, bias, layers = parts.rms_norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
-    turn, every = rope(config, parts.head_size(config), theta=2000000.0), config.integer("no_rope_layer_interval", 4)
+    layers, every = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4)
+    turn = rope(config, parts.head_size(config), theta=2000000.0)
     # Despite its name, a 1 in no_rope_layers is a layer that rotates.
     turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1")
     turns = [(i + 1) % every != 0 for i in range(layers)] if turns is None else turns
     width = config.nullable_integer("sliding_window", 0) if config.flag("use_sliding_window", False) else 0
-    attentions = [parts.attention(config, rope=turn if turned else None, window=window, bias=bias) for turned, window
-                  in zip(turns, config.windows(lambda layer: not turns[layer], width), strict=True)]
-    return parts.layered(config, attentions, parts.gated_mlp(config, bias=config.flag("mlp_bias", False)), norm)
+    return spec(config, turns=[turn if turned else None for turned in turns],
+                windows=lambda config: config.windows(lambda layer: not turns[layer], width))
 
 
 APERTUS = (
@@ -223,6 +234,9 @@ LIKE = (
           "tie_word_embeddings": True},
          lambda config: spec(biased(config, False), theta=500000.0, interleaved=True)),
     Like(("GraniteForCausalLM",), ("granite",), DEFAULTS, granite),
+    Like(("GraniteSWAForCausalLM",), ("granite_swa",),
+         {"hidden_act": "silu", "max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+          "tie_word_embeddings": True}, granite_swa),
     Like(("HeliumForCausalLM",), ("helium",),
          {"hidden_act": "silu", "max_position_embeddings": 4096, "head_dim": 128, "attention_out_bias": False,
           "rms_norm_eps": 1e-8}, partial(spec, theta=100000.0, interleaved=True)),

@@ -156,6 +156,8 @@ AFMOE = (
     *rules.LLAMA)
 GRANITE = (
     *Rule.named("model.layers.#.", {"block_sparse_moe.router.[layer.]weight": "mlp.router.weight",
+        "block_sparse_moe.experts.gate_up_proj": ("mlp.experts.gate_up.weight", rules.stacked),
+        "block_sparse_moe.experts.down_proj": ("mlp.experts.down.weight", rules.stacked),
         "block_sparse_moe.input_linear.weight": ("mlp.experts.gate_up.weight", rules.stacked),
         "block_sparse_moe.output_linear.weight": ("mlp.experts.down.weight", rules.stacked),
         "shared_mlp.input_linear.weight": "mlp.shared.gate_up.weight",
@@ -191,6 +193,9 @@ LIKE = (
     Like(("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), ("granitemoe", "granitemoeshared"),
          {"hidden_act": "silu", "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
          partial(llama.granite, mlps=_granite_experts), GRANITE),
+    Like(("GraniteMoeSWAForCausalLM",), ("granitemoe_swa",),
+         {"hidden_act": "silu", "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+         partial(llama.granite_swa, mlps=_granite_experts), GRANITE),
     Like(("Dots1ForCausalLM",), ("dots1",),
          {"hidden_act": "silu", "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0,
           "moe_intermediate_size": 1408, "norm_topk_prob": False}, dots1, (*rules.EXPERTS, *rules.LLAMA)),
