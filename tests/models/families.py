@@ -82,6 +82,8 @@ DELTA = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_hea
 NEXT = {**MOE, **SHARED, **DELTA}
 """Narrower values, tied heads and more such layers in a row make transformers' own logits differ by more than the tests' limit
 between a prompt at once and token by token."""
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+SPARSE_DENSE = ["sparse", "dense", "sparse"]
 SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 1,
            "first_k_dense_replace": 1, "norm_topk_prob": True}
 ERNIE = {**{name: value for name, value in EVEN.items() if name != "head_dim"}, "moe_intermediate_size": 28, "moe_k": 3,
@@ -190,8 +192,8 @@ CASES = [
     Case("exaone-moe-odd", "ExaoneMoe", {**ODD, **MOE, "num_hidden_layers": 5, "sliding_window": 20}),
     Case("exaone-moe-global", "ExaoneMoe", {**WIDE, **TIED, **MOE, "num_experts": 8, "n_group": 2, "topk_group": 1,
                                             "num_shared_experts": 2, "sliding_window": 18, "norm_topk_prob": False,
-                                            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                                            "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+                                            "layer_types": SLIDING,
+                                            "mlp_layer_types": SPARSE_DENSE}),
     Case("flex-olmo-odd", "FlexOlmo", {**ODD, "num_experts": 5, "num_experts_per_tok": 2}),
     Case("flex-olmo-one-kv", "FlexOlmo", {**EVEN, **ONE_KV, **TIED, **BIASED, "num_experts": 7, "num_experts_per_tok": 1,
                                           "norm_topk_prob": True}),
@@ -236,6 +238,22 @@ CASES = [
                                                   "sliding_window": 20, "shared_intermediate_size": 44}),
     Case("granitemoeswa-nope", "GraniteMoeSWA", {**EVEN, **TIED, **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 1,
                                                    "sliding_window": 18, "layer_rope_theta": [0, 10000, 70.0]}),
+    Case("hunyuan3-odd", "HYV3", {**ODD, **MOE, "num_shared_experts": 2}),
+    Case("hunyuan3-top-1", "HYV3", {**WIDE, **TIED, **BIASED, **MOE, "num_experts_per_tok": 1, "num_experts": 9,
+                                    "mlp_layer_types": SPARSE_DENSE}),
+    Case("mellum-odd", "Mellum", {**ODD, **MOE, "sliding_window": 19, "norm_topk_prob": False, "mlp_layer_types": SPARSE_DENSE,
+                                  "layer_types": SLIDING, "rope_parameters": {
+                                      "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, **YARN},
+                                      "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+    Case("mellum-full", "Mellum", {**EVEN, **TIED, **MOE, "num_experts_per_tok": 1}),
+    Case("flint-odd", "Flint", {**ODD, **MOE, **SHARED, "num_hidden_layers": 4, "sliding_window": 19}),
+    Case("flint-sparse", "Flint", {**WIDE, **TIED, **BIASED, **MOE, **SHARED, "num_experts_per_tok": 1, "mlp_only_layers": [],
+                                   "norm_topk_prob": False, "layer_types": SLIDING, "sliding_window": 18}),
+    Case("kolibri-odd", "Kolibri1", {**{name: value for name, value in ODD.items() if name != "intermediate_size"}, **MOE, **SHARED,
+                                     "layer_types": SLIDING, "sliding_window": 19}),
+    Case("kolibri-top-1", "Kolibri1", {**{name: value for name, value in EVEN.items() if name != "intermediate_size"}, **TIED,
+                                       **MOE, **SHARED, "num_experts_per_tok": 1, "norm_topk_prob": False,
+                                       "sliding_window": 21}),
     Case("smollm3-plain", "SmolLM3", {**ODD, "num_hidden_layers": 4}),
     Case("smollm3-chosen", "SmolLM3", {**EVEN, **TIED, **BIASED, "no_rope_layers": [0, 1, 0], "mlp_bias": True}),
     Case("smollm3-window", "SmolLM3", {**ODD, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 19}),
@@ -258,7 +276,7 @@ CASES = [
     Case("glm47flash-plain", "Glm4MoeLite", {**MLA3, **MIXED, "q_lora_rank": 24, "routed_scaling_factor": 1.8,
                                              "num_nextn_predict_layers": 1}),
     Case("glm47flash-groups", "Glm4MoeLite", {**MLA3, **MIXED, **TIED, "n_group": 2, "topk_group": 1, "n_routed_experts": 6,
-                                              "mlp_layer_types": ["sparse", "dense", "sparse"], "norm_topk_prob": False}),
+                                              "mlp_layer_types": SPARSE_DENSE, "norm_topk_prob": False}),
     Case("deepseek3-halved", "DeepseekV3", {**MLA, **TIED, **MSCALE, "rope_interleave": False, "q_lora_rank": 28,
                                             "attention_bias": True, "kv_lora_rank": 32}),
     Case("deepseek3-one", "DeepseekV3", {**MLA, "num_attention_heads": 1, "num_key_value_heads": 1, "q_lora_rank": 7}),

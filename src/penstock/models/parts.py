@@ -101,13 +101,13 @@ def routing(config: Config, score: str = "softmax", **more: Any) -> Routing:
     return Routing(expert_count(config), config.integer("num_experts_per_tok"), score, **more)
 
 
-def some_experts(config: Config, **shared: Any) -> list[MixerSpec]:
+def some_experts(config: Config, score: str = "softmax", **shared: Any) -> list[MixerSpec]:
     """Each layer's feed-forward part: experts in every `decoder_sparse_step`-th that is not in `mlp_only_layers`."""
     layers, every = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise config.wrong("mlp_only_layers", "a list of layers' numbers")
-    mixture = experts(config, routing(config, normalise=config.flag("norm_topk_prob", False)), **shared)
+    mixture = experts(config, routing(config, score, normalise=config.flag("norm_topk_prob", False)), **shared)
     mlp = gated_mlp(config)
     return [mixture if (i + 1) % every == 0 and i not in dense else mlp for i in range(layers)]
 

@@ -44,6 +44,39 @@ def glm4_moe(config: Config) -> ModelSpec:
                       fraction=0.5, beyond=parts.draft_layers(config))
 
 
+def hunyuan3(config: Config) -> ModelSpec:
+    """The same without groups."""
+    names = {"num_shared_experts": "n_shared_experts", "router_scaling_factor": "routed_scaling_factor"}
+    return llama.spec(config.renamed(**names), mlps=parts.dense_then_experts, normed="before", theta=11158840.0,
+                      beyond=parts.draft_layers(config))
+
+
+def mellum(config: Config) -> ModelSpec:
+    """Qwen 3's layers; those with a window, if there are any, rotate in their own way."""
+    far, near = (rope(config, parts.head_size(config), layer_type=kind, theta=theta) for kind, theta in (
+        ("full_attention", 500000.0), ("sliding_attention", 10000.0)))
+    routing = partial(parts.routing, normalise=config.flag("norm_topk_prob", True))
+    return llama.spec(config, mlps=partial(parts.dense_then_experts, routing=routing), normed="before", turn=near,
+                      full={"rope": far}, windows=llama.slides(lambda _layer: False, 1024),
+                      max_positions=far.scaling.reach(config.integer("max_position_embeddings")))
+
+
+def flint(config: Config) -> ModelSpec:
+    """Sinks, rotation in sliding layers alone, experts by sigmoids beside a shared one."""
+    last, shared = config.integer("num_hidden_layers") - 1, config.integer("shared_expert_intermediate_size")
+    return llama.spec(config, mlps=partial(parts.some_experts, score="sigmoid", shared_inner=shared), normed="before",
+                      attends={"sinks": True}, full={"rope": None},
+                      windows=llama.slides(lambda layer: 2 <= layer < last and layer % 4 != 1, 513))
+
+
+def kolibri(config: Config) -> ModelSpec:
+    """Norms around each branch, rotation in sliding layers alone, experts by corrected logits beside a shared one."""
+    routing = parts.routing(config, "sigmoid_after", corrected=True, normalise=config.flag("norm_topk_prob", False))
+    mixture = parts.experts(config, routing, shared_inner=config.integer("shared_expert_intermediate_size"))
+    return llama.spec(config, mlps=lambda _config: mixture, normed="before", full={"rope": None}, post=True,
+                      windows=llama.slides(lambda layer: (layer + 1) % 5 != 0, 513))
+
+
 def dots1(config: Config) -> ModelSpec:
     """dots.llm1: the same, with normed queries and keys, and windows in the upper layers."""
     first = config.integer("max_window_layers", 62)
@@ -169,6 +202,16 @@ HUNYUAN = (
     *rules.EXPERTS,
     *llama.HUNYUAN)
 HUNYUAN_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+HUNYUAN3 = (
+    *Rule.named("model.layers.#.mlp.", {"router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction",
+        **{f"shared_mlp.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")}}),
+    *rules.EXPERTS,
+    *rules.LLAMA)
+KOLIBRI = (
+    *Rule.named("model.layers.#.", {"moe.router.expert_bias": "mlp.correction", "post_attn_norm.weight": "attention.post.weight",
+        "post_ffn_norm.weight": "mlp.post.weight"}),
+    *rules.EXPERTS,
+    *rules.LLAMA)
 ERNIE = (
     Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
     Rule("lm_head.bias", "head.bias"),
@@ -200,6 +243,22 @@ LIKE = (
          {"hidden_act": "silu", "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0,
           "moe_intermediate_size": 1408, "norm_topk_prob": False}, dots1, (*rules.EXPERTS, *rules.LLAMA)),
     Like(("Glm4MoeForCausalLM",), ("glm4_moe",), GLM, glm4_moe, (*rules.EXPERTS, *rules.LLAMA)),
+    Like(("HYV3ForCausalLM",), ("hy_v3",),
+         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
+          "rms_norm_eps": 1e-5, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
+          "moe_intermediate_size": 1536, "router_scaling_factor": 2.826, "first_k_dense_replace": 1}, hunyuan3, HUNYUAN3),
+    Like(("MellumForCausalLM",), ("mellum",),
+         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128,
+          "num_experts_per_tok": 8, "moe_intermediate_size": 896}, mellum,
+         (Rule("mtp.**", None), *rules.EXPERTS, *rules.LLAMA)),
+    Like(("FlintForCausalLM",), ("flint",),
+         {"hidden_act": "silu", "max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128,
+          "num_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True,
+          "shared_expert_intermediate_size": 1024, "mlp_only_layers": [0, 1]}, flint,
+         (Rule("model.layers.#.self_attn.softmax_offset", "blocks.#.attention.sinks"), *rules.QWEN_EXPERTS, *rules.LLAMA)),
+    Like(("Kolibri1ForCausalLM",), ("kolibri1",),
+         {"hidden_act": "silu", "max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128,
+          "num_experts_per_tok": 6, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}, kolibri, KOLIBRI),
     Like(("MiniMaxM2ForCausalLM",), ("minimax_m2",),
          {"hidden_act": "silu", "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
           "num_experts_per_tok": 8, "num_local_experts": 256}, minimax_m2,
