@@ -6,6 +6,7 @@ by block, for fewer operations; `AttentionOps.library_spans` names those segment
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -285,6 +286,8 @@ class SparseLatentAttentionSpec(LatentAttentionSpec):
     index_heads: int = 64
     index_size: int = 128
     picks: int = 2048
+    index_interleaved: bool = False
+    """Neighbours rotate together instead (GLM-5)."""
 
     eager = True
     """It reads lengths on the host."""
@@ -374,14 +377,14 @@ class SparseLatentAttention(LatentAttention):
                 step: Step, /) -> torch.Tensor:
         spec, group, size = self.spec, step.groups[self.group], self.cache.shape[2]
         at = step.positions.long()
-        cos, sin = self.cos[at], self.sin[at]
-        key = rotate(self.index_norm(self.index_k(x, step))[:, None], cos, sin)
+        turn = partial(rotate, cos=self.cos[at], sin=self.sin[at], interleaved=spec.index_interleaved)
+        key = turn(self.index_norm(self.index_k(x, step))[:, None])
         here = group.slots >= 0
         self.keep(group.slots[here], key[here, 0])
         starts, lengths = step.query_start.tolist(), step.context.tolist()
         if max(lengths, default=0) <= spec.picks:
             return found
-        asked = self.asked(rotate(self.index_q(inner, step).view(len(x), spec.index_heads, spec.index_size), cos, sin))
+        asked = self.asked(turn(self.index_q(inner, step).view(len(x), spec.index_heads, spec.index_size)))
         weights = self.index_weights(x, step).float() * (spec.index_heads**-0.5 * spec.index_size**-0.5)
         block = max(1, _ELEMENTS // max(spec.picks * spec.latent_size, spec.index_heads * max(lengths)))
         for s, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3, R1 and V3.2, Kimi K2, GLM-4.7-Flash: latent attention, dense layers first, then mixtures of experts.
+"""DeepSeek V2, V3, R1 and V3.2, Kimi K2, GLM-4.7-Flash, GLM-5: latent attention, dense layers first, then mixtures of experts.
 Youtu-LLM: dense layers alone.
 
 Layers behind the last one draft (multi-token prediction): `models/draft_heads.py`."""
@@ -41,15 +41,21 @@ def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLate
     if not attention.query_rank:
         raise config.wrong("q_lora_rank", "a whole number: index queries are made from the queries' inner vector")
     given = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
+    for name in ("indexer_types", "index_topk_pattern"):
+        if any(kind not in ("full", "F") for kind in config.values.get(name) or ()):
+            raise config.wrong(name, "full (F) for each layer: none can take the picks of another")
+    if config.integer("index_topk_freq", 1) != 1:
+        raise config.wrong("index_topk_freq", "1: no layer can take the picks of another")
     return SparseLatentAttentionSpec(**given, index_heads=config.integer("index_n_heads", 64),
-                                     index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk", 2048))
+                                     index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk"),
+                                     index_interleaved=config.named("GlmMoeDsaForCausalLM", "glm_moe_dsa"))
 
 
 def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSpec:
     """`mlps`: the layers' feed-forward parts, if they are not DeepSeek's."""
     turn = rope(config, config.integer("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True))
     attention = parts.latent_attention(config, turn)
-    if config.named("DeepseekV32ForCausalLM", "deepseek_v32"):
+    if "index_topk" in config.values:
         attention = _sparse(config, attention)
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.wrong("moe_layer_freq", "1")
@@ -61,7 +67,11 @@ LIKE = (
     Like(("DeepseekV2ForCausalLM",), ("deepseek_v2",),
          {**_ALL, "max_position_embeddings": 2048, "topk_method": "greedy", "n_routed_experts": 64, "n_shared_experts": 2},
          spec, RULES),
-    Like(("DeepseekV32ForCausalLM",), ("deepseek_v32",), {**DEFAULTS, "max_position_embeddings": 163840}, spec, RULES),
+    Like(("DeepseekV32ForCausalLM",), ("deepseek_v32",), {**DEFAULTS, "max_position_embeddings": 163840, "index_topk": 2048},
+         spec, RULES),
+    Like(("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",),
+         {**DEFAULTS, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+          "v_head_dim": 256, "n_group": 1, "topk_group": 1, "index_topk": 2048, "index_n_heads": 32}, spec, RULES),
     Like(("Glm4MoeLiteForCausalLM",), ("glm4_moe_lite",),
          {**_ALL, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,
           "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,

@@ -107,6 +107,32 @@ def _granite_experts(config: Config) -> MixerSpec:
                          shared_inner=config.integer("shared_intermediate_size", 0, least=0))
 
 
+def cohere2(config: Config) -> ModelSpec:
+    """Command A's layers; experts may be averaged with shared ones, and dense layers come first, which may all slide."""
+    layers, first = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 0, least=0)
+    near, every = config.integer("prefix_dense_sliding_window_pattern", 1), config.integer("sliding_window_pattern", 4)
+    windows = config.windows(lambda layer: (layer + 1) % near != 0 if layer < first else (layer + 1 - first) % every != 0,
+                             config.integer("sliding_window", 4096))
+    norm = parts.rms_norm(config) if "rms_norm_eps" in config.values else parts.layer_norm(config, bias=False)
+    wide, shared = config.integer("intermediate_size"), config.integer("num_shared_experts", 0, least=0)
+    score = config.choice("expert_selection_fn", {"softmax": "softmax_after", "sigmoid": "sigmoid_after"})
+    routing = partial(parts.routing, score=score, normalise=score == "sigmoid_after" and config.flag("norm_topk_prob", True))
+    mlps = parts.dense_then_experts(config.changed(
+        moe_intermediate_size=wide, n_shared_experts=shared, intermediate_size=config.integer("prefix_dense_intermediate_size", wide)),
+        routing)
+    halved = config.choice("shared_expert_combination_strategy", {"average": "half", "sum": ""}) and shared
+    attention = parts.attention(config, rope=rope(config, parts.head_size(config), interleaved=True),
+                                bias=config.flag("attention_bias", False))
+    blocks = []
+    for window, mlp in zip(windows, mlps, strict=True):
+        dense = isinstance(mlp, family.MLPSpec)
+        turned = replace(attention, window=window, rope=attention.rope if window or (dense and near == 1) else None)
+        blocks.append(family.BlockSpec(((family.BranchSpec(turned, norm), family.BranchSpec(
+            mlp, same=True, scale=0.5 if halved and not dense else 1.0)),)))
+    return parts.decoder(config, blocks, norm, head=family.HeadSpec(
+        config.flag("tie_word_embeddings", True), divisor=1.0 / config.number("logit_scale", 0.0625)))
+
+
 def ernie4_5(config: Config) -> ModelSpec:
     """Interleaved rotation, experts by corrected softmax from some layer on, and shared ones."""
     norm, bias, layers = parts.rms_norm(config), config.flag("use_bias", False), config.integer("num_hidden_layers")
@@ -243,6 +269,9 @@ LIKE = (
          {"hidden_act": "silu", "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0,
           "moe_intermediate_size": 1408, "norm_topk_prob": False}, dots1, (*rules.EXPERTS, *rules.LLAMA)),
     Like(("Glm4MoeForCausalLM",), ("glm4_moe",), GLM, glm4_moe, (*rules.EXPERTS, *rules.LLAMA)),
+    Like(("Cohere2MoeForCausalLM",), ("cohere2_moe",),
+         {"hidden_act": "silu", "max_position_embeddings": 8192, "head_dim": 128, "expert_selection_fn": "softmax",
+          "num_experts_per_tok": 2, "shared_expert_combination_strategy": "average"}, cohere2, (*rules.EXPERTS, *rules.LLAMA)),
     Like(("HYV3ForCausalLM",), ("hy_v3",),
          {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
           "rms_norm_eps": 1e-5, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
