@@ -25,7 +25,7 @@ PROMPT = 75
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODELS = {"Llama4Text": "Llama4ForCausalLM", "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel",
-          "Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
+          "Exaone": "LlamaForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 """Model classes that are not called `kind` + ForCausalLM."""
 
 
@@ -189,6 +189,8 @@ CASES = [
     Case("solar-odd", "SolarOpen", {**ODD, **{name: SIGMOID[name] for name in SIGMOID if name != "first_k_dense_replace"}}),
     Case("solar-groups", "SolarOpen", {**WIDE, **TIED, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
                                        "moe_intermediate_size": 20, "num_experts_per_tok": 3, "attention_bias": True}),
+    Case("exaone3-saved", "Exaone", {**ODD, **LLAMA3}),
+    Case("exaone3-published", "Exaone", {**EVEN, **TIED}, rewrite=foreign.exaone),
     Case("exaone-moe-odd", "ExaoneMoe", {**ODD, **MOE, "num_hidden_layers": 5, "sliding_window": 20}),
     Case("exaone-moe-global", "ExaoneMoe", {**WIDE, **TIED, **MOE, "num_experts": 8, "n_group": 2, "topk_group": 1,
                                             "num_shared_experts": 2, "sliding_window": 18, "norm_topk_prob": False,
@@ -231,8 +233,8 @@ CASES = [
     Case("granite-plain", "Granite", {**ODD, **GRANITE}),
     Case("granite-tied", "Granite", {**EVEN, **TIED, **BIASED, **GRANITE, "mlp_bias": True, "embedding_multiplier": 3.3}),
     Case("granite-one-kv", "Granite", {**ODD, **ONE_KV, "attention_multiplier": 0.3}),
-    Case("graniteswa-odd", "GraniteSWA", {**ODD, **GRANITE, **rope("yarn", **YARN), "num_hidden_layers": 4, "sliding_window": 20,
-                                           "layer_rope_theta": [10000.0, 500.0, 0, 10000.0]}),
+    Case("graniteswa-odd", "GraniteSWA", {**ODD, **GRANITE, **rope("yarn", **YARN), "num_hidden_layers": 4,
+                                           "sliding_window": 20, "layer_rope_theta": [10000.0, 500.0, 0, 10000.0]}),
     Case("graniteswa-even", "GraniteSWA", {**EVEN, **TIED, **BIASED, **GRANITE, "sliding_window": 17}),
     Case("granitemoeswa-odd", "GraniteMoeSWA", {**ODD, **GRANITE, "num_local_experts": 7, "num_experts_per_tok": 3,
                                                   "sliding_window": 20, "shared_intermediate_size": 44}),
@@ -240,7 +242,8 @@ CASES = [
                                                    "sliding_window": 18, "layer_rope_theta": [0, 10000, 70.0]}),
     Case("cohere2moe-odd", "Cohere2Moe", {**ODD, "num_hidden_layers": 4, "num_experts": 7, "num_experts_per_tok": 3,
                                           "num_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 19,
-                                          "prefix_dense_intermediate_size": 44, "sliding_window_pattern": 3, "logit_scale": 0.7}),
+                                          "prefix_dense_intermediate_size": 44, "sliding_window_pattern": 3,
+                                          "logit_scale": 0.7}),
     Case("cohere2moe-sum", "Cohere2Moe", {**EVEN, **BIASED, "num_experts": 5, "num_experts_per_tok": 1, "num_shared_experts": 1,
                                           "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid",
                                           "norm_topk_prob": False, "rms_norm_eps": 1e-5, "sliding_window": 20,
@@ -257,10 +260,8 @@ CASES = [
     Case("flint-odd", "Flint", {**ODD, **MOE, **SHARED, "num_hidden_layers": 4, "sliding_window": 19}),
     Case("flint-sparse", "Flint", {**WIDE, **TIED, **BIASED, **MOE, **SHARED, "num_experts_per_tok": 1, "mlp_only_layers": [],
                                    "norm_topk_prob": False, "layer_types": SLIDING, "sliding_window": 18}),
-    Case("kolibri-odd", "Kolibri1", {**{name: value for name, value in ODD.items() if name != "intermediate_size"}, **MOE, **SHARED,
-                                     "layer_types": SLIDING, "sliding_window": 19}),
-    Case("kolibri-top-1", "Kolibri1", {**{name: value for name, value in EVEN.items() if name != "intermediate_size"}, **TIED,
-                                       **MOE, **SHARED, "num_experts_per_tok": 1, "norm_topk_prob": False,
+    Case("kolibri-odd", "Kolibri1", {**ODD, **MOE, **SHARED, "layer_types": SLIDING, "sliding_window": 19}),
+    Case("kolibri-top-1", "Kolibri1", {**EVEN, **TIED, **MOE, **SHARED, "num_experts_per_tok": 1, "norm_topk_prob": False,
                                        "sliding_window": 21}),
     Case("smollm3-plain", "SmolLM3", {**ODD, "num_hidden_layers": 4}),
     Case("smollm3-chosen", "SmolLM3", {**EVEN, **TIED, **BIASED, "no_rope_layers": [0, 1, 0], "mlp_bias": True}),

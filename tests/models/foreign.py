@@ -93,3 +93,11 @@ def chatglm(weights: Weights, config: dict[str, Any]) -> tuple[Weights, dict[str
         "ffn_hidden_size": config["intermediate_size"], "padded_vocab_size": config["vocab_size"], "seq_length": 512,
         "layernorm_epsilon": config["rms_norm_eps"], "add_qkv_bias": True, "add_bias_linear": False, "torch_dtype": "float32",
         "rope_ratio": theta / 10000.0, "post_layer_norm": True, "eos_token_id": 2}
+
+
+def exaone(weights: Weights, config: dict[str, Any]) -> tuple[Weights, dict[str, Any]]:
+    """EXAONE 3's config by the names of its published checkpoints, whose base of the rotation stands alone."""
+    names = {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function"}
+    values = {names.get(name, name): value for name, value in config.items() if name != "rope_parameters"}
+    return weights, {**values, "architectures": ["ExaoneForCausalLM"], "rope_theta": config["rope_parameters"]["rope_theta"],
+                     "auto_map": {"AutoModelForCausalLM": "modeling_exaone.ExaoneForCausalLM"}}

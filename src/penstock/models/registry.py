@@ -85,7 +85,7 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(f"config.json has {hashed} {config[hashed]!r}: experts chosen by a hash of the token (DeepSeek V4) "
                          "are not supported; possible are routers that compute scores")
     architecture, family = family_of(config)
-    spec: ModelSpec = family.spec(Config(config, getattr(family, "DEFAULTS", None)))
+    spec: ModelSpec = family.spec(Config(config, {"hidden_act": "silu", **getattr(family, "DEFAULTS", {})}))
     spec = caching.applied(replace(spec, architecture=architecture), config)
     spec = stored_as(spec, family.RULES, config)
     _, task = _task(architecture)

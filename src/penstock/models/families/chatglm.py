@@ -41,5 +41,5 @@ def glm4(config: Config) -> ModelSpec:
 
 
 LIKE = (Like(("GlmForCausalLM", "Glm4ForCausalLM"), ("glm", "glm4"),
-             {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
-              "rms_norm_eps": 1.5625e-07, "attention_bias": True, "attention_out_bias": False}, glm4, GLM4),)
+             {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07,
+              "attention_bias": True, "attention_out_bias": False}, glm4, GLM4),)

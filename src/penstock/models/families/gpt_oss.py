@@ -9,8 +9,8 @@ from penstock.models.family import Config, Glu, MixerSpec, ModelSpec, Rule, part
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPES = ("gpt_oss",)
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 131072, "head_dim": 64, "rms_norm_eps": 1e-5,
-            "num_experts_per_tok": 4, "attention_bias": True, "num_key_value_heads": 8,
+DEFAULTS = {"max_position_embeddings": 131072, "head_dim": 64, "rms_norm_eps": 1e-5, "num_experts_per_tok": 4,
+            "attention_bias": True, "num_key_value_heads": 8,
             "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}}
 
 

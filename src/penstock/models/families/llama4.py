@@ -10,9 +10,9 @@ from penstock.models.family import Config, ModelSpec, QueryKeyNorm, RMSNormSpec,
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 MODEL_TYPES = ("llama4_text", "llama4")
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "head_dim": 128,
-            "rms_norm_eps": 1e-5, "num_experts_per_tok": 1, "num_local_experts": 16, "intermediate_size_mlp": 16384,
-            "attention_chunk_size": 8192, "floor_scale": 8192}
+DEFAULTS = {"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 1, "num_local_experts": 16, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192,
+            "floor_scale": 8192}
 RULES = rules.text_part((
     Rule("model.layers.#.feed_forward.router.weight", "blocks.#.mlp.router.weight"),
     Rule("model.layers.#.feed_forward.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", rules.stacked_transposed),
@@ -34,7 +34,7 @@ def spec(config: Config) -> ModelSpec:
     sparse = range(step - 1, layers, step) if sparse is None else sparse
     mixture = replace(parts.experts(config, parts.routing(config, "sigmoid_after"), inner="intermediate_size",
                                     shared_inner=config.integer("intermediate_size")), inward=True)
-    mlp = parts.gated_mlp(Config({**config.given, "intermediate_size": config.integer("intermediate_size_mlp")}, DEFAULTS))
+    mlp = parts.gated_mlp(config.changed(intermediate_size=config.integer("intermediate_size_mlp")))
     # Without weights, the norm after the rotation is that before it, but for the rotation's amplitude, which it takes away.
     heads = QueryKeyNorm(RMSNormSpec(norm.eps, weight=False)) if config.flag("use_qk_norm", True) else None
     scaling: Any = turn.scaling

@@ -10,9 +10,10 @@ from penstock.models.family import Config, Like, MixerSpec, ModelSpec, Routing, 
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-            "num_experts_per_tok": 2, "num_local_experts": 8}
+DEFAULTS = {"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2,
+            "num_local_experts": 8}
 RULES = (*rules.MIXTRAL_EXPERTS, *rules.LLAMA)
+EXPERTS = (*rules.EXPERTS, *rules.LLAMA)
 
 
 def _experts(config: Config, score: str = "softmax", *, normalise: bool = True, corrected: bool = False) -> MixerSpec:
@@ -109,7 +110,7 @@ def _granite_experts(config: Config) -> MixerSpec:
 
 def cohere2(config: Config) -> ModelSpec:
     """Command A's layers; experts may be averaged with shared ones, and dense layers come first, which may all slide."""
-    layers, first = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 0, least=0)
+    first = config.integer("first_k_dense_replace", 0, least=0)
     near, every = config.integer("prefix_dense_sliding_window_pattern", 1), config.integer("sliding_window_pattern", 4)
     windows = config.windows(lambda layer: (layer + 1) % near != 0 if layer < first else (layer + 1 - first) % every != 0,
                              config.integer("sliding_window", 4096))
@@ -117,14 +118,13 @@ def cohere2(config: Config) -> ModelSpec:
     wide, shared = config.integer("intermediate_size"), config.integer("num_shared_experts", 0, least=0)
     score = config.choice("expert_selection_fn", {"softmax": "softmax_after", "sigmoid": "sigmoid_after"})
     routing = partial(parts.routing, score=score, normalise=score == "sigmoid_after" and config.flag("norm_topk_prob", True))
-    mlps = parts.dense_then_experts(config.changed(
-        moe_intermediate_size=wide, n_shared_experts=shared, intermediate_size=config.integer("prefix_dense_intermediate_size", wide)),
-        routing)
+    config = config.changed(moe_intermediate_size=wide, n_shared_experts=shared,
+                            intermediate_size=config.integer("prefix_dense_intermediate_size", wide))
     halved = config.choice("shared_expert_combination_strategy", {"average": "half", "sum": ""}) and shared
     attention = parts.attention(config, rope=rope(config, parts.head_size(config), interleaved=True),
                                 bias=config.flag("attention_bias", False))
     blocks = []
-    for window, mlp in zip(windows, mlps, strict=True):
+    for window, mlp in zip(windows, parts.dense_then_experts(config, routing), strict=True):
         dense = isinstance(mlp, family.MLPSpec)
         turned = replace(attention, window=window, rope=attention.rope if window or (dense and near == 1) else None)
         blocks.append(family.BlockSpec(((family.BranchSpec(turned, norm), family.BranchSpec(
@@ -179,8 +179,8 @@ def _with_theta(config: Config) -> Config:
     if not isinstance(given, dict) or not given.get("alpha"):
         return config
     size, theta = parts.head_size(config), given.get("rope_theta", config.number("rope_theta", 10000.0))
-    return Config({**config.given, name: None, "rope_parameters": {
-        "rope_type": "default", "rope_theta": theta * given["alpha"] ** (size / (size - 2))}}, HUNYUAN_DEFAULTS)
+    theta = theta * given["alpha"] ** (size / (size - 2))
+    return config.changed(**{name: None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}})
 
 
 def phi(config: Config) -> ModelSpec:
@@ -203,7 +203,7 @@ def _one_scale(config: Config) -> Config:
     if given["short_mscale"] != given.get("long_mscale"):
         raise config.wrong(name, "equal short_mscale and long_mscale")
     scaled = {key: value for key, value in given.items() if not key.endswith("_mscale")}
-    return Config({**config.given, name: {**scaled, "attention_factor": given["short_mscale"]}}, PHI_DEFAULTS)
+    return config.changed(**{name: {**scaled, "attention_factor": given["short_mscale"]}})
 
 
 AFMOE = (
@@ -227,15 +227,14 @@ HUNYUAN = (
         "shared_mlp.up_proj.*": "mlp.shared.up.*", "shared_mlp.down_proj.*": "mlp.shared.down.*"}),
     *rules.EXPERTS,
     *llama.HUNYUAN)
-HUNYUAN_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 HUNYUAN3 = (
     *Rule.named("model.layers.#.mlp.", {"router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction",
         **{f"shared_mlp.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")}}),
     *rules.EXPERTS,
     *rules.LLAMA)
 KOLIBRI = (
-    *Rule.named("model.layers.#.", {"moe.router.expert_bias": "mlp.correction", "post_attn_norm.weight": "attention.post.weight",
-        "post_ffn_norm.weight": "mlp.post.weight"}),
+    *Rule.named("model.layers.#.", {"moe.router.expert_bias": "mlp.correction",
+        "post_attn_norm.weight": "attention.post.weight", "post_ffn_norm.weight": "mlp.post.weight"}),
     *rules.EXPERTS,
     *rules.LLAMA)
 ERNIE = (
@@ -251,59 +250,57 @@ PHI = (
     Rule("model.norm.bias", "norm.bias"),
     Rule("lm_head.bias", "head.bias"),
     *rules.LLAMA)
-GLM = {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-       "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
-       "moe_intermediate_size": 1408, "attention_out_bias": False}
-PHI_DEFAULTS = {**DEFAULTS, "num_local_experts": 16, "router_jitter_noise": 0.01}
+GLM = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_routed_experts": 128,
+       "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1408,
+       "attention_out_bias": False}
 LIKE = (
     Like(("AfmoeForCausalLM",), ("afmoe",),
-         {"hidden_act": "silu", "max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "num_dense_layers": 1,
+         {"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "num_dense_layers": 1,
           "num_shared_experts": 2}, afmoe, AFMOE),
     Like(("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), ("granitemoe", "granitemoeshared"),
-         {"hidden_act": "silu", "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+         {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
          partial(llama.granite, mlps=_granite_experts), GRANITE),
     Like(("GraniteMoeSWAForCausalLM",), ("granitemoe_swa",),
-         {"hidden_act": "silu", "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+         {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
          partial(llama.granite_swa, mlps=_granite_experts), GRANITE),
     Like(("Dots1ForCausalLM",), ("dots1",),
-         {"hidden_act": "silu", "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0,
-          "moe_intermediate_size": 1408, "norm_topk_prob": False}, dots1, (*rules.EXPERTS, *rules.LLAMA)),
-    Like(("Glm4MoeForCausalLM",), ("glm4_moe",), GLM, glm4_moe, (*rules.EXPERTS, *rules.LLAMA)),
+         {"max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0, "moe_intermediate_size": 1408,
+          "norm_topk_prob": False}, dots1, EXPERTS),
+    Like(("Glm4MoeForCausalLM",), ("glm4_moe",), GLM, glm4_moe, EXPERTS),
     Like(("Cohere2MoeForCausalLM",), ("cohere2_moe",),
-         {"hidden_act": "silu", "max_position_embeddings": 8192, "head_dim": 128, "expert_selection_fn": "softmax",
-          "num_experts_per_tok": 2, "shared_expert_combination_strategy": "average"}, cohere2, (*rules.EXPERTS, *rules.LLAMA)),
+         {"max_position_embeddings": 8192, "head_dim": 128, "expert_selection_fn": "softmax", "num_experts_per_tok": 2,
+          "shared_expert_combination_strategy": "average"}, cohere2, EXPERTS),
     Like(("HYV3ForCausalLM",), ("hy_v3",),
-         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
-          "rms_norm_eps": 1e-5, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
-          "moe_intermediate_size": 1536, "router_scaling_factor": 2.826, "first_k_dense_replace": 1}, hunyuan3, HUNYUAN3),
+         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+          "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
+          "router_scaling_factor": 2.826, "first_k_dense_replace": 1}, hunyuan3, HUNYUAN3),
     Like(("MellumForCausalLM",), ("mellum",),
-         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128,
-          "num_experts_per_tok": 8, "moe_intermediate_size": 896}, mellum,
-         (Rule("mtp.**", None), *rules.EXPERTS, *rules.LLAMA)),
+         {"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8,
+          "moe_intermediate_size": 896}, mellum, (Rule("mtp.**", None), *EXPERTS)),
     Like(("FlintForCausalLM",), ("flint",),
-         {"hidden_act": "silu", "max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128,
-          "num_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True,
+         {"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 256,
+          "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True,
           "shared_expert_intermediate_size": 1024, "mlp_only_layers": [0, 1]}, flint,
          (Rule("model.layers.#.self_attn.softmax_offset", "blocks.#.attention.sinks"), *rules.QWEN_EXPERTS, *rules.LLAMA)),
     Like(("Kolibri1ForCausalLM",), ("kolibri1",),
-         {"hidden_act": "silu", "max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128,
-          "num_experts_per_tok": 6, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}, kolibri, KOLIBRI),
+         {"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 6,
+          "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}, kolibri, KOLIBRI),
     Like(("MiniMaxM2ForCausalLM",), ("minimax_m2",),
-         {"hidden_act": "silu", "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
-          "num_experts_per_tok": 8, "num_local_experts": 256}, minimax_m2,
+         {"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8,
+          "num_local_experts": 256}, minimax_m2,
          (Rule("model.layers.#.block_sparse_moe.e_score_correction_bias", "blocks.#.mlp.correction"), *rules.MIXTRAL_EXPERTS,
           *rules.LLAMA)),
     Like(("OlmoeForCausalLM",), ("olmoe",),
-         {"hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64,
-          "num_experts_per_tok": 8}, olmoe, (*rules.EXPERTS, *rules.LLAMA)),
+         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}, olmoe, EXPERTS),
     Like(("FlexOlmoForCausalLM",), ("flex_olmo",),
-         {"hidden_act": "silu", "max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5},
+         {"max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5},
          partial(olmoe, theta=500000.0, pre=False, post=True), (*rules.EXPERTS, *olmo.RULES)),
     Like(("SolarOpenForCausalLM",), ("solar_open",), {**GLM, "moe_intermediate_size": 1280, "first_k_dense_replace": 0},
-         partial(llama.spec, mlps=parts.dense_then_experts, theta=1000000.0), (*rules.EXPERTS, *rules.LLAMA)),
+         partial(llama.spec, mlps=parts.dense_then_experts, theta=1000000.0), EXPERTS),
     Like(("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"), ("ernie4_5_moe",),
-         {"hidden_act": "silu", "max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
-          "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
-          "moe_layer_start_index": 1, "moe_layer_end_index": -1}, ernie4_5, ERNIE),
-    Like(("HunYuanMoEV1ForCausalLM",), ("hunyuan_v1_moe",), HUNYUAN_DEFAULTS, hunyuan, HUNYUAN),
-    Like(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("phimoe",), PHI_DEFAULTS, phi, PHI))
+         {"max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "moe_num_experts": 64,
+          "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+          "moe_layer_end_index": -1}, ernie4_5, ERNIE),
+    Like(("HunYuanMoEV1ForCausalLM",), ("hunyuan_v1_moe",), olmo.DEFAULTS, hunyuan, HUNYUAN),
+    Like(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("phimoe",),
+         {**DEFAULTS, "num_local_experts": 16, "router_jitter_noise": 0.01}, phi, PHI))

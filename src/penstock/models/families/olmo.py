@@ -8,7 +8,7 @@ from penstock.models.family import Config, Like, ModelSpec, NoScaling, Rule, par
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 MODEL_TYPES = ("olmo2",)
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 RULES = (
     *rules.EMBEDDING,
     *rules.ATTENTION,

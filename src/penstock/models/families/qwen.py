@@ -11,7 +11,7 @@ from penstock.ops.delta import DeltaShape
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "MiMoForCausalLM")
 MODEL_TYPES = ("qwen2", "mimo")
-DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768}
+DEFAULTS = {"max_position_embeddings": 32768}
 RULES = (Rule("model.mtp_layers.**", None), *rules.LLAMA)
 
 
