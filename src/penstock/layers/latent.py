@@ -400,11 +400,20 @@ class SparseLatentAttention(LatentAttention):
                 rows = slice(begin, min(last, begin + block))
                 scores = torch.einsum("th,thk->tk", weights[rows], torch.einsum("thd,kd->thk", asked[rows], keys).relu_())
                 own = length - last + torch.arange(rows.start, rows.stop, device=x.device)[:, None]
-                picks = scores.masked_fill_(position > own, float("-inf")).topk(spec.picks, -1).indices
+                picks = largest(scores.masked_fill_(position > own, float("-inf")), spec.picks)
                 latents = self.cache[page[picks], 0, slot[picks]].float()
                 shares = (torch.einsum("thd,tkd->thk", queries[rows].float(), latents) * spec.scale).softmax(-1)
                 found[rows] = torch.einsum("thk,tkd->thd", shares, latents[..., :spec.rank]).to(found.dtype)
         return found
+
+
+def largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The places [T, count] of the largest of scores [T, K], in order. Of equal ones, which are common where few heads score
+    above 0, it is the first, however many positions the scores of a segment reach (torch.topk's choice depends on that)."""
+    least = scores.topk(count, -1).values[:, -1:]
+    above, equal = scores > least, scores == least
+    chosen = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    return (chosen * torch.arange(scores.shape[1], 0, -1, device=scores.device)).topk(count, -1).indices
 
 
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
