@@ -210,6 +210,12 @@ def test_refusals(changes: dict[str, Any], words: list[str]) -> None:
     ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ("Qwen2.5-0.5B", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
     ("GLM-4.7-Flash", {"scoring_func": "softmax"}, "scoring_func.*sigmoid"),
+    ("GLM-4.7-Flash", {"n_group": 2, "topk_group": 3}, "topk_group is 3; possible is at most 2"),
+    ("GLM-4.7-Flash", {"n_group": 32, "topk_group": 1}, "topk_group is 1; possible is .* hold num_experts_per_tok"),
+    ("GLM-4.7-Flash", {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared"]}, "indexer_types"),
+    ("GLM-4.7-Flash", {"architectures": ["GlmMoeDsaForCausalLM"], "index_topk_pattern": "FFS"}, "index_topk_pattern"),
+    ("Qwen2.5-0.5B", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.11}}, "YaRN with 7 "),
+    ("gpt2", {"architectures": ["GPTJForCausalLM"], "rotary_dim": 80}, "rotary_dim is 80; possible is at most 64"),
 ])
 def test_variants_that_would_compute_something_else_are_refused(name: str, changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError, match=word):
@@ -217,7 +223,8 @@ def test_variants_that_would_compute_something_else_are_refused(name: str, chang
 
 
 @pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite", "Afmoe", "GptOss", "Apertus", "Cwm",
-                                  "Jais2", "Cohere", "Cohere2", "Persimmon", "Helium", "Ernie4_5"])
+                                  "Jais2", "Cohere", "Cohere2", "Persimmon", "Helium", "Ernie4_5", "HYV3", "Mellum", "Flint",
+                                  "Cohere2Moe", "GlmMoeDsa", "GraniteSWA", "GraniteMoeSWA"])
 def test_absent_values_are_those_of_the_configuration_class(kind: str) -> None:
     """Each alone, as hand-written configs and older files leave some out."""
     transformers = pytest.importorskip("transformers")

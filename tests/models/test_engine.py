@@ -20,7 +20,8 @@ TOKENS = 40
 @pytest.mark.parametrize("name", [
     "llama-llama3", "mistral-window", "qwen2-window", "qwen3-window", "gemma2-plain", "gemma3-grouped", "phi3-long",
     "olmo2-grouped", "granite-tied", "smollm3-window", "neox-parallel", "gpt2-inner",
-    "deepseek3-experts", "deepseek32-long", "gpt-oss-plain", "falcon-alibi", "cohere2-window", "hunyuan-plain"])
+    "deepseek3-experts", "deepseek32-long", "gpt-oss-plain", "falcon-alibi", "cohere2-window", "hunyuan-plain",
+    "glm5-long", "graniteswa-odd", "mellum-odd", "flint-odd", "cohere2moe-odd"])
 def test_three_at_once(name: str, tmp_path: Path) -> None:
     model = make(next(case for case in CASES if case.name == name), tmp_path)
     prompts = [torch.randint(3, 199, (PROMPT - 7 * i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)]

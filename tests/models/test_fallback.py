@@ -92,6 +92,26 @@ def test_buffers_of_one_number(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, chosen(model, prompt, [3])[0], atol=1e-4, rtol=0)
 
 
+def test_lengths_by_another_name(tmp_path: Path) -> None:
+    """CodeGen's config says n_positions."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.CodeGenForCausalLM(transformers.CodeGenConfig(
+        vocab_size=199, n_positions=128, n_embd=64, n_layer=3, n_head=4, rotary_dim=8, bos_token_id=1, eos_token_id=2))
+    randomise(model.float().eval())
+    model.save_pretrained(tmp_path)
+    prompt = list(range(3, 40))
+    logits = Runner(open_model(tmp_path)).prompt(0, prompt)
+    torch.testing.assert_close(logits, chosen(model, prompt, [3])[0], atol=1e-4, rtol=0)
+
+
+def test_a_mask_that_is_given_by_its_name() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DoryConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+                                     vocab_size=199, intermediate_size=88, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    with pytest.raises(ModelError, match=r"DoryForCausalLM.* 4 of its 2 layers use the attention"):
+        describe({**json.loads(config.to_json_string(use_diff=False)), "architectures": ["DoryForCausalLM"]})
+
+
 def test_layers_with_states_of_their_own_are_refused(tmp_path: Path) -> None:
     """Falcon-H1 has attention in every layer, so that all calls are seen, and a recurrence beside each."""
     transformers = pytest.importorskip("transformers")

@@ -43,10 +43,10 @@ def running(attend: Attend) -> Iterator[None]:
         del _now.attend
 
 
-def _attention(_module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-               scaling: float | None = None, **options: Any) -> tuple[torch.Tensor, None]:
-    """In the signature of transformers' attention functions."""
-    if mask is not None:
+def _attention(_module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+               attention_mask: torch.Tensor | None, scaling: float | None = None, **options: Any) -> tuple[torch.Tensor, None]:
+    """In the signature of transformers' attention functions, of which some models give even the mask by its name."""
+    if attention_mask is not None:
         raise ModelError("its modules make an attention mask of their own")
     return _now.attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, options), None
 

@@ -152,7 +152,9 @@ def _llama3(where: Config, config: Config, _dim: int) -> ropes.RopeScaling:
                                _original(where, config))
 
 
-def _yarn(where: Config, config: Config, _dim: int) -> ropes.RopeScaling:
+def _yarn(where: Config, config: Config, dim: int) -> ropes.RopeScaling:
+    if dim % 2:
+        raise ModelError(f"config.json: YaRN with {dim} rotated dimensions of a head; possible is an even number")
     original = _original(where, config)
     factor = where.number("factor", config.integer("max_position_embeddings") / original)
     return ropes.YarnScaling(factor, original, where.number("beta_fast", 32.0),

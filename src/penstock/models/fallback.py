@@ -86,7 +86,8 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     softcap = getattr(given, "final_logit_softcapping", None) or 0.0
     foreign = ForeignSpec(width, text, tuple(seen), tensors, names[id(embedding)], softcap)
     block = BlockSpec(((BranchSpec(foreign, replaces=True),),))
-    spec = ModelSpec("", vocabulary, width, Config(given.to_dict()).integer("max_position_embeddings"), (block,), NoNormSpec(),
+    told = Config({"max_position_embeddings": getattr(given, "max_position_embeddings", None)})  # perhaps by another name
+    spec = ModelSpec("", vocabulary, width, told.integer("max_position_embeddings"), (block,), NoNormSpec(),
                      HeadSpec(tied, head.bias is not None, softcap=softcap), EmbeddingSpec())
     rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
              *(Rule(name, f"blocks.0.foreign.{name}", None if shape else flat) for name, shape in tensors),

@@ -117,9 +117,11 @@ def sigmoid_routing(config: Config) -> Routing:
     experts, groups = expert_count(config), config.nullable_integer("n_group", 1) or 1
     if experts % groups:
         raise config.wrong("n_group", f"a divisor of the number of experts ({experts})")
+    picked = config.nullable_integer("topk_group", 1) or 1
+    if groups > 1 and not config.integer("num_experts_per_tok") <= experts // groups * picked <= experts:
+        raise config.wrong("topk_group", f"at most {groups} (n_group), and so many that they hold num_experts_per_tok experts")
     return routing(config, "sigmoid", normalise=config.flag("norm_topk_prob", True), corrected=True, groups=groups,
-                   scale=config.number("routed_scaling_factor", 1.0),
-                   picked_groups=config.nullable_integer("topk_group", 1) or 1)
+                   scale=config.number("routed_scaling_factor", 1.0), picked_groups=picked)
 
 
 def dense_then_experts(config: Config, routing: Callable[[Config], Routing] = sigmoid_routing) -> list[MixerSpec]:

@@ -40,11 +40,9 @@ def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLate
     if not attention.query_rank:
         raise config.wrong("q_lora_rank", "a whole number: index queries are made from the queries' inner vector")
     given = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
-    for name in ("indexer_types", "index_topk_pattern"):
-        if any(kind not in ("full", "F") for kind in config.values.get(name) or ()):
-            raise config.wrong(name, "full (F) for each layer: none can take the picks of another")
-    if config.integer("index_topk_freq", 1) != 1:
-        raise config.wrong("index_topk_freq", "1: no layer can take the picks of another")
+    config.absent("index_topk_pattern")
+    if {*config.values.get("indexer_types", ()), "full"} != {"full"} or config.integer("index_topk_freq", 1) != 1:
+        raise config.wrong("indexer_types", "full for each layer, and an index_topk_freq of 1: none takes the picks of another")
     return SparseLatentAttentionSpec(**given, index_heads=config.integer("index_n_heads", 64),
                                      index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk"),
                                      index_interleaved=config.named("GlmMoeDsaForCausalLM", "glm_moe_dsa"))

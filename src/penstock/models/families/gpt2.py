@@ -74,7 +74,10 @@ def neo(config: Config) -> ModelSpec:
 def j(config: Config) -> ModelSpec:
     """Branches side by side with one norm, interleaved partial rotation, a head with bias."""
     config = _renamed(config)
-    turn = RopeSpec(10000.0, config.nullable_integer("rotary_dim", 64) or parts.head_size(config), interleaved=True)
+    size, dim = parts.head_size(config), config.nullable_integer("rotary_dim", 64)
+    if dim > size:
+        raise config.wrong("rotary_dim", f"at most {size}, the dimensions of a head")
+    turn = RopeSpec(10000.0, dim or size, interleaved=True)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
     return parts.layered(config, parts.attention(config, rope=turn), mlp,
                          parts.layer_norm(config, "layer_norm_epsilon"), same=True, max_positions=config.integer("n_positions"),

@@ -70,14 +70,6 @@ def flint(config: Config) -> ModelSpec:
                       windows=llama.slides(lambda layer: 2 <= layer < last and layer % 4 != 1, 513))
 
 
-def kolibri(config: Config) -> ModelSpec:
-    """Norms around each branch, rotation in sliding layers alone, experts by corrected logits beside a shared one."""
-    routing = parts.routing(config, "sigmoid_after", corrected=True, normalise=config.flag("norm_topk_prob", False))
-    mixture = parts.experts(config, routing, shared_inner=config.integer("shared_expert_intermediate_size"))
-    return llama.spec(config, mlps=lambda _config: mixture, normed="before", full={"rope": None}, post=True,
-                      windows=llama.slides(lambda layer: (layer + 1) % 5 != 0, 513))
-
-
 def dots1(config: Config) -> ModelSpec:
     """dots.llm1: the same, with normed queries and keys, and windows in the upper layers."""
     first = config.integer("max_window_layers", 62)
@@ -232,11 +224,6 @@ HUNYUAN3 = (
         **{f"shared_mlp.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")}}),
     *rules.EXPERTS,
     *rules.LLAMA)
-KOLIBRI = (
-    *Rule.named("model.layers.#.", {"moe.router.expert_bias": "mlp.correction",
-        "post_attn_norm.weight": "attention.post.weight", "post_ffn_norm.weight": "mlp.post.weight"}),
-    *rules.EXPERTS,
-    *rules.LLAMA)
 ERNIE = (
     Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
     Rule("lm_head.bias", "head.bias"),
@@ -282,9 +269,6 @@ LIKE = (
           "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True,
           "shared_expert_intermediate_size": 1024, "mlp_only_layers": [0, 1]}, flint,
          (Rule("model.layers.#.self_attn.softmax_offset", "blocks.#.attention.sinks"), *rules.QWEN_EXPERTS, *rules.LLAMA)),
-    Like(("Kolibri1ForCausalLM",), ("kolibri1",),
-         {"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 6,
-          "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}, kolibri, KOLIBRI),
     Like(("MiniMaxM2ForCausalLM",), ("minimax_m2",),
          {"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8,
           "num_local_experts": 256}, minimax_m2,
