@@ -41,8 +41,9 @@ def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLate
         raise config.wrong("q_lora_rank", "a whole number: index queries are made from the queries' inner vector")
     given = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
     config.absent("index_topk_pattern")
-    if {*config.values.get("indexer_types", ()), "full"} != {"full"} or config.integer("index_topk_freq", 1) != 1:
-        raise config.wrong("indexer_types", "full for each layer, and an index_topk_freq of 1: none takes the picks of another")
+    config.listing("indexer_types", config.integer("num_hidden_layers"), "full".__eq__, "full: none takes another's picks")
+    if config.integer("index_topk_freq", 1) != 1:
+        raise config.wrong("index_topk_freq", "1: no layer takes the picks of another")
     return SparseLatentAttentionSpec(**given, index_heads=config.integer("index_n_heads", 64),
                                      index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk"),
                                      index_interleaved=config.named("GlmMoeDsaForCausalLM", "glm_moe_dsa"))

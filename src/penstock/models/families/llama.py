@@ -20,8 +20,8 @@ RULES = (
     # EXAONE 3 is Llama by other names, and transformers writes it as such.
     Rule("transformer.wte.weight", "embedding.weight"),
     Rule("transformer.ln_f.weight", "norm.weight"),
-    *Rule.named("transformer.h.#.", {"ln_1.weight": "attention.pre.weight", "ln_2.weight": "mlp.pre.weight",
-        **{f"attn.attention.{name}_proj.*": f"attention.{name}.*" for name in "qkv"}, "attn.attention.out_proj.*": "attention.o.*",
+    *Rule.named("transformer.h.#.", {**{f"attn.attention.{name}_proj.*": f"attention.{name}.*" for name in "qkv"},
+        "ln_1.weight": "attention.pre.weight", "ln_2.weight": "mlp.pre.weight", "attn.attention.out_proj.*": "attention.o.*",
         "mlp.c_fc_0.*": "mlp.gate.*", "mlp.c_fc_1.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}))
 
 
