@@ -9,7 +9,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,19 +153,21 @@ def siblings(path: Path) -> list[Path]:
     return paths
 
 
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LLAMA = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-          "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
-          "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
-          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.@.gate_proj", "ffn_up_exps": "mlp.experts.@.up_proj",
-            "ffn_down_exps": "mlp.experts.@.down_proj", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-_MIXTRAL = {"ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.@.w1",
-            "ffn_up_exps": "block_sparse_moe.experts.@.w3", "ffn_down_exps": "block_sparse_moe.experts.@.w2"}
-_SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-             "post_ffw_norm": "post_feedforward_layernorm"}
+BLOCK = {
+    **{f"attn_{name}": f"attention.{name}" for name in ("q", "k", "v", "qkv", "q_norm", "k_norm", "gate", "q_a", "q_b", "kv_b")},
+    **{f"ffn_{name}": f"mlp.{name}" for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_exps": f"mlp.experts.@.{name}" for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_shexp": f"mlp.shared.{name}" for name in ("gate", "up", "down")},
+    "attn_norm": "attention.pre", "attn_output": "attention.o", "post_attention_norm": "attention.post", "ffn_norm": "mlp.pre",
+    "post_ffw_norm": "mlp.post", "ffn_gate_inp": "mlp.router", "ffn_gate_inp_shexp": "mlp.shared_gate",
+    "attn_q_a_norm": "attention.q_norm", "attn_kv_a_mqa": "attention.kv_a", "attn_kv_a_norm": "attention.kv_norm",
+    "attn_k_b.weight": "attention.kv_b.k", "attn_v_b.weight": "attention.kv_b.v", "attn_sinks.weight": "attention.sinks",
+    "exp_probs_b.bias": "mlp.correction", "ffn_down_exps.bias": "mlp.experts.down.bias"}
+"""Names of a block's tensors, perhaps with their endings, and of the parameters that they are."""
+ENDS = {"token_embd": "embedding", "token_embd_norm": "embedding.norm", "position_embd": "positions", "output_norm": "norm",
+         "output": "head"}
+_MERGED = {"ffn_up": "mlp.gate_up"}
+_SECOND = {"post_attention_norm": "mlp.pre"}
 
 Values = Callable[[str], Any]
 """A value of the architecture's metadata by its key without prefix, or None."""
@@ -177,10 +179,8 @@ class Architecture:
 
     family: str
     """As config.json names it."""
-    layers: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
-    """Names of a block's tensors, and ours behind `prefix` and the layer's number."""
-    ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
-    prefix: str = "model.layers"
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Names of a block's tensors that mean something else than in most."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of its own, and config.json's."""
     more: Callable[[Values], dict[str, Any]] = lambda value: {}  # noqa: ARG005 (the default adds nothing)
@@ -188,6 +188,16 @@ class Architecture:
     """The rows of q and k are in the order of rotations of neighbours."""
     norms_up: bool = False
     """Norms are stored with 1 added."""
+    blocks: int = 1 << 30
+    """Blocks but those behind the last, which draft."""
+
+    def place(self, name: str) -> str | None:
+        """A tensor's parameter, with @ for an expert's number; None: there is none."""
+        found = re.fullmatch(r"blk\.([0-9]+)\.(.+)", name)
+        table, rest = (ENDS, name) if found is None else ({**BLOCK, **self.own}, found[2])
+        stem, _, suffix = rest.rpartition(".")
+        ours = table.get(rest) or (table[stem] + f".{suffix}" if stem in table else None)
+        return ours if found is None or ours is None else f"blocks.{found[1]}.{ours}"
 
 
 def _gemma2(value: Values) -> dict[str, Any]:
@@ -208,9 +218,52 @@ def _gemma3(value: Values) -> dict[str, Any]:
 
 
 def _gpt2(value: Values) -> dict[str, Any]:
-    return {"n_embd": value("embedding_length"), "n_head": value("attention.head_count"), "n_layer": value("block_count"),
-            "n_positions": value("context_length"), "layer_norm_epsilon": value("attention.layer_norm_epsilon"),
-            "n_inner": value("feed_forward_length")}
+    return {"n_positions": value("context_length"), "n_inner": value("feed_forward_length"),
+            "multi_query": value("attention.head_count_kv") == 1}
+
+
+def _deepseek(value: Values) -> dict[str, Any]:
+    """Lengths of whole heads have keys of their own where keys and values of all heads are stored as one (the newer form)."""
+    turned, groups = value("rope.dimension_count"), value("expert_group_count") or 1
+    found = {"qk_rope_head_dim": turned, "v_head_dim": value("attention.value_length_mla") or value("attention.value_length"),
+             "qk_nope_head_dim": (value("attention.key_length_mla") or value("attention.key_length")) - turned,
+             "q_lora_rank": value("attention.q_lora_rank"), "n_group": groups, "norm_topk_prob": bool(value("expert_weights_norm")),
+             "partial_rotary_factor": 1.0}
+    if value("expert_gating_func") != 2 and value("expert_count"):
+        found |= {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
+    return found
+
+
+def _yarn(value: Values, **more: Any) -> dict[str, Any]:
+    """YaRN with more than its usual numbers."""
+    return {"rope_parameters": _numbers(value, **more)} if value("rope.scaling.type") == "yarn" else {}
+
+
+def _numbers(value: Values, **more: Any) -> dict[str, Any]:
+    """Those of YaRN; values of None are left out."""
+    found = {"rope_type": "yarn", "factor": value("rope.scaling.factor"), "beta_fast": value("rope.scaling.yarn_beta_fast"),
+             "beta_slow": value("rope.scaling.yarn_beta_slow"), "original_max_position_embeddings": value(
+                 "rope.scaling.original_context_length") or value("context_length"), **more}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _falcon(value: Values) -> dict[str, Any]:
+    return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_kv_heads": value("attention.head_count_kv")}
+
+
+def _mpt(value: Values) -> dict[str, Any]:
+    return {"max_seq_len": value("context_length"), "attn_config": {
+        "clip_qkv": value("attention.clamp_kqv") or None, "alibi_bias_max": int(value("attention.max_alibi_bias") or 0)}}
+
+
+def _chatglm(value: Values) -> dict[str, Any]:
+    return {"kv_channels": _head_size(value), "multi_query_attention": True, "rope_ratio": (value("rope.freq_base") or 1e4) / 1e4}
+
+
+def _minicpm(value: Values) -> dict[str, Any]:
+    width, layers = value("embedding_length"), value("block_count")
+    return {"scale_emb": value("embedding_scale") or 12.0, "dim_model_base": width / (value("logit_scale") or width / 256),
+            "scale_depth": (value("residual_scale") or 1.4 / layers**0.5) * layers**0.5}
 
 
 def _head_size(value: Values) -> int:
@@ -221,73 +274,102 @@ def _head_size(value: Values) -> int:
     return given[0] or given[1] // (given[2] or 1)
 
 
-_SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-             "attention.sliding_window": "sliding_window"}
-_PICKS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-          "expert_feed_forward_length": "moe_intermediate_size",
-          "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+           "expert_shared_feed_forward_length": "shared_intermediate_size"}
+_LATENT = {"attention.kv_lora_rank": "kv_lora_rank"}
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", permuted=True),
-    "llama with experts": Architecture("MixtralForCausalLM", {**_LLAMA, **_MIXTRAL}, permuted=True, keys={
-        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", {**_LLAMA, **_EXPERTS}, keys=_PICKS),
-    "olmoe": Architecture("OlmoeForCausalLM", {**_LLAMA, **_EXPERTS}, keys=_PICKS),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS}, keys=_PICKS,
-                             more=lambda _: {"norm_topk_prob": True}),
-    "gemma2": Architecture("Gemma2ForCausalLM", {**_LLAMA, **_SANDWICH}, keys=_SOFTCAPS, more=_gemma2, norms_up=True),
-    "gemma3": Architecture("Gemma3ForCausalLM", {**_LLAMA, **_SANDWICH}, keys=_SOFTCAPS, more=_gemma3, norms_up=True),
-    "phi3": Architecture("Phi3ForCausalLM", {**_LLAMA, "ffn_up": "mlp.gate_up_proj"},
-                         more=lambda value: {"sliding_window": value("attention.sliding_window")}),
-    "granite": Architecture("GraniteForCausalLM", permuted=True, keys={
-        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}),
-    "olmo2": Architecture("Olmo2ForCausalLM", {**_LLAMA, **_SANDWICH}),
-    "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),
+    "llama": Architecture("LlamaForCausalLM", permuted=True, more=lambda value: {
+        "architectures": ["MixtralForCausalLM"]} if value("expert_count") else {}),
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("Qwen2ForCausalLM")),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM"), "olmoe": Architecture("OlmoeForCausalLM"),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("Qwen3ForCausalLM")),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture("Qwen3MoeForCausalLM", more=lambda _: {"norm_topk_prob": True})),
     "gemma": Architecture("GemmaForCausalLM", norms_up=True),
-    "starcoder2": Architecture("Starcoder2ForCausalLM", {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={
-        "attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"}),
-    "glm4": Architecture("Glm4ForCausalLM", {**_LLAMA, "ffn_up": "mlp.gate_up_proj", "post_attention_norm":
-        "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
-    "command-r": Architecture("CohereForCausalLM", keys={
-        "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}),
-    "gpt2": Architecture("GPT2LMHeadModel", {
-        "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc",
-        "ffn_down": "mlp.c_proj"}, {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"},
-        "h", more=_gpt2)}
+    "gemma2": Architecture("Gemma2ForCausalLM", keys=_SOFTCAPS, more=_gemma2, norms_up=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", keys=_SOFTCAPS, more=_gemma3, norms_up=True),
+    "phi2": Architecture("PhiForCausalLM"), "phi3": Architecture("Phi3ForCausalLM", _MERGED),
+    "phimoe": Architecture("PhimoeForCausalLM"), "granite": Architecture("GraniteForCausalLM", keys=_SCALES, permuted=True),
+    "granitemoe": Architecture("GraniteMoeForCausalLM", keys=_SCALES, permuted=True),
+    "olmo": Architecture("OlmoForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"}, permuted=True),
+    "olmo2": Architecture("Olmo2ForCausalLM", more=lambda value: {
+        "architectures": ["Olmo3ForCausalLM"]} if value("attention.sliding_window") else {}),
+    "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True), "arcee": Architecture("ArceeForCausalLM", permuted=True),
+    "starcoder": Architecture("GPTBigCodeForCausalLM", more=_gpt2), "starcoder2": Architecture("Starcoder2ForCausalLM"),
+    "glm4": Architecture("Glm4ForCausalLM", _MERGED), "glm4moe": Architecture("Glm4MoeForCausalLM", _SECOND),
+    "chatglm": Architecture("ChatGLMModel", _MERGED, {
+        "attention.layer_norm_rms_epsilon": "layernorm_epsilon", "feed_forward_length": "ffn_hidden_size",
+        "attention.head_count_kv": "multi_query_group_num", "context_length": "seq_length", "block_count": "num_layers"}, _chatglm),
+    **{name: Architecture(f"Cohere{second}ForCausalLM", keys={"logit_scale": "logit_scale"})
+       for name, second in (("command-r", ""), ("cohere2", "2"))},
+    "gpt2": Architecture("GPT2LMHeadModel", more=_gpt2), "gptneox": Architecture("GPTNeoXForCausalLM", keys={
+        "use_parallel_residual": "use_parallel_residual"}),
+    "bloom": Architecture("BloomForCausalLM", keys={"context_length": "seq_length"}),
+    "falcon": Architecture("FalconForCausalLM", keys={"feed_forward_length": "ffn_hidden_size"}, more=_falcon), "mpt": Architecture("MptForCausalLM", more=_mpt),
+    "stablelm": Architecture("StableLmForCausalLM", keys={"use_parallel_residual": "use_parallel_residual"}),
+    "internlm2": Architecture("InternLM2ForCausalLM", permuted=True), "baichuan": Architecture("BaichuanForCausalLM", permuted=True),
+    "minicpm": Architecture("MiniCPMForCausalLM", more=_minicpm, permuted=True),
+    "minicpm3": Architecture("MiniCPM3ForCausalLM", keys=_LATENT, more=lambda value: {
+        **_minicpm(value), **_deepseek(value), "v_head_dim": value("embedding_length") // value("attention.head_count")}),
+    "deepseek2": Architecture("DeepseekV3ForCausalLM", keys=_LATENT, more=lambda value: {**_deepseek(value), **_yarn(
+        value, **dict.fromkeys(("mscale", "mscale_all_dim"), 10 * (value("rope.scaling.yarn_log_multiplier") or 0) or None))}),
+    "gpt-oss": Architecture("GptOssForCausalLM", _SECOND, more=lambda value: _yarn(value, truncate=False)),
+    "mistral3": Architecture("Ministral3ForCausalLM", permuted=True, more=lambda value: _yarn(
+        value, llama_4_scaling_beta=value("attention.temperature_scale"))),
+    "llama4": Architecture("Llama4ForCausalLM", keys={
+        "interleave_moe_layer_step": "interleave_moe_layer_step", "feed_forward_length": "intermediate_size_mlp",
+        "expert_feed_forward_length": "intermediate_size"}, more=lambda value: {"use_qk_norm": value("expert_count") != 128}),
+    "dots1": Architecture("Dots1ForCausalLM"), "seed_oss": Architecture("SeedOssForCausalLM", _SECOND),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM"), "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
+    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", keys={
+        "expert_used_count": "moe_topk", "expert_shared_count": "num_shared_expert"}),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"), "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", keys={
+        "expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
+        "leading_dense_block_count": "moe_layer_start_index", "interleave_moe_layer_step": "moe_layer_interval"}),
+    "nemotron": Architecture("NemotronForCausalLM", norms_up=True), "jais2": Architecture("Jais2ForCausalLM"),
+    "exaone": Architecture("LlamaForCausalLM"), "exaone4": Architecture("Exaone4ForCausalLM"),
+    "exaone-moe": Architecture("ExaoneMoeForCausalLM", keys={"expert_shared_count": "num_shared_experts"}),
+    "xverse": Architecture("LlamaForCausalLM", permuted=True), "afmoe": Architecture("AfmoeForCausalLM", keys={
+        "leading_dense_block_count": "num_dense_layers", "expert_shared_count": "num_shared_experts",
+        "expert_weights_scale": "route_scale"}, more=lambda _: {"mup_enabled": True})}
 
 COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
           "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
           "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
           "attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
-_IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.attn_rot_embd")
-"""Tables of rotations: they are read into the config."""
+_OFTEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+          "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+          "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
+          "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+          "leading_dense_block_count": "first_k_dense_replace"}
+"""Keys of several architectures."""
+_IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.attn_rot_embd|.*\.nextn\..*")
+"""Tables of rotations, which are read into the config, and what only drafting needs."""
 
 
 def architecture(metadata: Mapping[str, Any]) -> Architecture:
     """ModelError for one that is not known."""
     name = str(metadata.get("general.architecture"))
-    if metadata.get(f"{name}.expert_count") and f"{name} with experts" in ARCHITECTURES:
-        name = f"{name} with experts"
     if name not in ARCHITECTURES:
         raise ModelError(f"general.architecture is {name!r}, which Penstock does not read from GGUF files; it reads "
                          f"{', '.join(sorted(ARCHITECTURES))}")
-    return ARCHITECTURES[name]
+    drafting = metadata.get(f"{name}.nextn_predict_layers") or 0
+    return replace(ARCHITECTURES[name], blocks=metadata.get(f"{name}.block_count", 1 << 30) - drafting)
 
 
 def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
-    """A tensor under the names of a Hugging Face folder: one for each expert of a stack, none for tables of rotations."""
-    if _IGNORED.fullmatch(entry.name):
+    """A tensor under the name of its parameter: one for each expert of a stack, none for tables of rotations."""
+    block = re.match(r"blk\.([0-9]+)\.", entry.name)
+    if _IGNORED.fullmatch(entry.name) or (block is not None and int(block[1]) >= arch.blocks):
         return []
-    stem, _, suffix = entry.name.rpartition(".")
-    block = re.fullmatch(r"blk\.([0-9]+)\.(\w+)", stem)
-    ours = arch.ends.get(stem) if block is None else arch.layers.get(block[2])
-    if ours is None:
+    name = arch.place(entry.name)
+    if name is None:
         raise ModelError(f"tensor {entry.name} {list(entry.shape)} has no place in {arch.family}")
-    name = f"{ours}.{suffix}" if block is None else f"{arch.prefix}.{block[1]}.{ours}.{suffix}"
-    if "@" not in ours:
+    if name.endswith(("mlp.correction", ".q_norm.weight", ".k_norm.weight")):
+        return [(name, replace(entry, shape=(math.prod(entry.shape),)))]
+    if "@" not in name:
         return [(name, entry)]
     count = entry.shape[0]
     each = (entry.end - entry.start) // count
@@ -307,26 +389,27 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
         found = metadata.get(f"{prefix}.{key}")
         if isinstance(found, list) and found and all(one == found[0] for one in found):
             return found[0]
-        return found
+        return arch.blocks if key == "block_count" and found is not None else found
 
-    vocab = tensors["token_embd.weight"][1].shape[0]
-    config: dict[str, Any] = {"architectures": [arch.family], "vocab_size": vocab, "tie_word_embeddings":
-                              "output.weight" not in tensors, "dtype": _dtype(entry for _, entry in tensors.values())}
-    for key, name in {**COMMON, **arch.keys}.items():
+    vocab, sliding = tensors["token_embd.weight"][1].shape[0], metadata.get(f"{prefix}.attention.sliding_window_pattern")
+    config: dict[str, Any] = {"architectures": [arch.family], "vocab_size": vocab, "padded_vocab_size": vocab,
+                              "tie_word_embeddings": "output.weight" not in tensors, "dtype": _dtype(
+                                  entry for _, entry in tensors.values()),
+                              "sliding_window": value("attention.sliding_window") or None}
+    for key, name in {**COMMON, **_OFTEN, **arch.keys}.items():
         if value(key) is not None:
             config[name] = value(key)
-    size, rotated = _head_size(value), value("rope.dimension_count")
-    part = {"partial_rotary_factor": rotated / size} if size and rotated and rotated != size else {}
-    config = {"head_dim": size, **part, **config}
+    if isinstance(sliding, list):
+        config["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in sliding[:arch.blocks]]
+    size, eps = _head_size(value), value("attention.layer_norm_epsilon")
+    rotated = value("rope.dimension_count") or size
+    config = {"head_dim": size, "partial_rotary_factor": rotated / size if size else 1.0, **config}
+    config |= {name: eps for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps") if eps is not None}
     config |= _rotation(value, tensors)
-    config |= arch.more(value)
-    kinds, vectors = {}, False
-    for _, entry in tensors.values():
-        for name, one in renamed(arch, entry):
-            vectors = vectors or name.endswith("q_proj.bias")
-            if one.kind not in ("f32", "f16", "bf16"):
-                kinds[name.removesuffix(".weight")] = one.kind
-    config["attention_bias"] = vectors
+    listed = [pair for _, entry in tensors.values() for pair in renamed(arch, entry)]
+    config |= _facts({name for name, _ in listed}) | arch.more(value)
+    kinds = {name.removesuffix(".weight"): one.kind for name, one in listed
+             if one.kind not in ("f32", "f16", "bf16") or name.endswith((".kv_b.k", ".kv_b.v"))}
     heads = [config.get("num_attention_heads"), config.get("num_key_value_heads", config.get("num_attention_heads"))]
     config["quantization_config"] = {"quant_method": "gguf", "kinds": kinds, "permuted": heads if arch.permuted else None,
                                      "norms_up": arch.norms_up}
@@ -335,6 +418,17 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
         if token is not None:
             config[f"{role.replace('padding', 'pad')}_token_id"] = token
     return config
+
+
+def _facts(names: set[str]) -> dict[str, bool]:
+    """Which vectors there are, under the names that families have for that."""
+    def has(*endings: str) -> bool:
+        return any(name.endswith(endings) for name in names)
+
+    bias = has(".q.bias", ".qkv.bias", ".kv_a.bias")
+    found = dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias"), bias)
+    return found | {"attention_out_bias": has(".o.bias"), "mlp_bias": has("mlp.down.bias"), "lm_head_bias": has("head.bias"),
+                    "use_bias": bias or has("mlp.down.bias"), **dict.fromkeys(("use_qk_norm", "qk_layernorm"), has(".q_norm.weight"))}
 
 
 def _dtype(entries: Any) -> str:
@@ -361,7 +455,7 @@ def _rotation(value: Values, tensors: Mapping[str, tuple[File, Entry]]) -> dict[
     elif kind == "linear" and factor:
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and factor:
-        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        scaling = _numbers(value)
     elif kind in (None, "none", "linear", "yarn", "longrope"):
         return {}
     else:

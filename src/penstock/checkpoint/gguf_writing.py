@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.gguf import ARCHITECTURES, COMMON, SIZES, Architecture
+from penstock.checkpoint.gguf import ARCHITECTURES, BLOCK, COMMON, ENDS, SIZES, Architecture
 from penstock.checkpoint.gguf_text import CONTRACTIONS, SPLITS
 from penstock.core.errors import ConfigError
 
@@ -34,17 +34,14 @@ def architecture(config: Mapping[str, Any]) -> tuple[str, Architecture]:
     raise ConfigError(f"{family} is not written as GGUF; possible are {known}. Write a folder instead (a name without .gguf)")
 
 
-def name_of(arch: Architecture, name: str) -> str:
-    """A tensor's name in the file. ConfigError for one that the architecture does not have."""
-    stem, _, suffix = name.rpartition(".")
-    ends = {ours: theirs for theirs, ours in arch.ends.items()}
-    if stem in ends:
-        return f"{ends[stem]}.{suffix}"
-    layer, _, rest = stem.removeprefix(arch.prefix + ".").partition(".")
-    theirs = next((theirs for theirs, ours in arch.layers.items() if ours == rest), None)
-    if theirs is None or not layer.isdigit():
-        raise ConfigError(f"tensor {name} has no name in GGUF's architecture")
-    return f"blk.{layer}.{theirs}.{suffix}"
+def name_of(arch: Architecture, name: str, parameter: str) -> str:
+    """The name in the file of a tensor, given its parameter's. ConfigError for one that the architecture does not have."""
+    layer = next((part for part in parameter.split(".") if part.isdigit()), "")
+    for theirs in (*ENDS, *(f"blk.{layer}.{theirs}" for theirs in BLOCK)):
+        found = f"{theirs}.{name.rpartition('.')[2]}"
+        if arch.place(found) == parameter:
+            return found
+    raise ConfigError(f"tensor {name} has no name in GGUF's architecture")
 
 
 def metadata_of(folder: Path, config: Mapping[str, Any], kind: str) -> dict[str, Any]:

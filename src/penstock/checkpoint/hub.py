@@ -43,7 +43,7 @@ def write_aliases(aliases: dict[str, str]) -> None:
     new.replace(file)
 
 
-_WRITTEN = "1"
+_WRITTEN = "2"
 """Changes when the written files do."""
 
 

@@ -133,14 +133,14 @@ def _ranges(numbers: list[int]) -> str:
 
 def _files(options: EngineOptions, folder: Path, checkpoint: dict[str, Any], spec: "ModelSpec") -> dict[str, Any]:
     """The files that would be read. Raises ModelError if tensors are missing, unused or of the wrong shape."""
-    from penstock.models.registry import checkpoint_of, family_of
+    from penstock.models.registry import checkpoint_of, rules_of
     from penstock.models.weights import assign
 
     text = [name for name in TEXT_FILES if (folder / name).is_file()]
     if options.load_format == "dummy":
         return {"weights": [], "tensors": 0, "bytes": 0, "text": text}
     tensors = checkpoint_of(folder, checkpoint, spec, "float32").tensors
-    assign(spec, family_of(checkpoint)[1].RULES, tensors)
+    assign(spec, rules_of(checkpoint), tensors)
     return {"weights": sorted({stored.file.name for stored in tensors.values()}), "tensors": len(tensors),
             "bytes": sum(stored.nbytes for stored in tensors.values()), "text": text}
 

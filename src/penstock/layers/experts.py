@@ -100,7 +100,9 @@ class ExpertsSpec:
                         live=picks * 3 * inner, **(dealt or {"split": Split.ROWS}), unit=2 * inner if dealt else 1)
         if self.bias:
             # Every rank has all of them and takes its own.
-            yield Parameter(f"{path}.gate_up.bias", (self.routing.experts, 2 * (self.divided[0] or inner)))
+            whole = self.divided[0] or inner
+            pieces = (replace(piece, name=piece.name.replace("weight", "bias"), rows=whole, unit=1) for piece in halves)
+            yield Parameter(f"{path}.gate_up.bias", (self.routing.experts * 2 * whole,), None, tuple(pieces))
         downs = tuple(Piece(f"{path}.{e}.down.weight", self.width) for e in range(count))
         yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, stack=count, picks=picks,
                         live=picks * 2 * self.width, **(dealt or {"split": Split.COLUMNS}), unit=self.width if dealt else unit)
@@ -137,8 +139,8 @@ class Experts(Mixer):
         values = build.values
         self.correction = values.tensor(f"{path}.correction") if spec.routing.corrected else None
         self.up, self.down = (values.stack(f"{path}.experts.{name}.weight") for name in ("gate_up", "down"))
-        self.up_bias, self.down_bias = (values.tensor(f"{path}.experts.{name}.bias") if spec.bias else None
-                                        for name in ("gate_up", "down"))
+        self.up_bias, self.down_bias = (values.tensor(f"{path}.experts.{name}.bias").view(spec.routing.experts, -1)
+                                        if spec.bias else None for name in ("gate_up", "down"))
         self._whole_biases = self.up_bias, self.down_bias
         if build.group is not None and self.up_bias is not None and not spec.dealt:
             self.up_bias = _own_bias(self.up_bias, spec, build.group.rank)

@@ -14,7 +14,7 @@ from penstock.layers.embedding import EmbeddingSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import weights
 from penstock.models.away import Away
-from penstock.models.registry import checkpoint_of, configured, describe, family_of, registry
+from penstock.models.registry import checkpoint_of, configured, describe, family_of, registry, rules_of
 from penstock.models.translated import Checkpoint
 from penstock.models.weights import Progress
 from penstock.ops.registry import Kernels
@@ -49,7 +49,7 @@ def load(folder: Path | None, config: dict[str, Any], *, dtype: torch.dtype, dev
 
     turns = device.type != "cpu"
     elsewhere = Away(device, folder_away if turns else folder_away or "", turns) if away else None
-    values = weights.load(spec, family_of(config)[1].RULES, checkpoint, load_format, seed=seed, dtype=dtype, device=device,
+    values = weights.load(spec, rules_of(config), checkpoint, load_format, seed=seed, dtype=dtype, device=device,
                           kernels=kernels, progress=progress, place=place, away=elsewhere)
     return Decoder(spec.at(place), values, kernels, dtype=dtype, device=device, max_model_len=max_model_len,
                    group=group, data=data, context=context)

@@ -9,6 +9,7 @@ import torch
 from penstock.checkpoint import gguf_writing, read_config
 from penstock.core.errors import ConfigError
 from penstock.models.quantized import plain
+from penstock.models.registry import rules_of
 from penstock.models.weights import Progress
 from penstock.quant.gguf import GGUF
 
@@ -37,7 +38,8 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
         for name, stored in raw.items():
             matrix = schemes.get(name)
             kind = matrix.kind if isinstance(matrix, GGUF) else _PLAIN[checkpoint.view(stored).dtype]
-            listed.append((gguf_writing.name_of(arch, name), stored.shape, kind if len(stored.shape) > 1 else "f32"))
+            parameter = next((found for rule in rules_of(given) if (found := rule.match(name)) is not None), "")
+            listed.append((gguf_writing.name_of(arch, name, parameter), stored.shape, kind if len(stored.shape) > 1 else "f32"))
 
         def data() -> Iterator[memoryview]:
             if table is not None:

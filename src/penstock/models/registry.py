@@ -19,7 +19,7 @@ from penstock.layers.embedding import HeadSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import caching, fallback, families
 from penstock.models.config import Config
-from penstock.models.rules import Rule
+from penstock.models.rules import OWN, Rule
 from penstock.models.translated import Checkpoint, Translated, with_schemes
 from penstock.quant import dialects
 from penstock.quant.dialects import at_load
@@ -87,7 +87,7 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
     architecture, family = family_of(config)
     spec: ModelSpec = family.spec(Config(config, {"hidden_act": "silu", **getattr(family, "DEFAULTS", {})}))
     spec = caching.applied(replace(spec, architecture=architecture), config)
-    spec = stored_as(spec, family.RULES, config)
+    spec = stored_as(spec, rules_of(config), config)
     _, task = _task(architecture)
     if task == "embed":
         # There is no head; the embedding's matrix stands in, and no token is chosen with it.
@@ -96,6 +96,12 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
         head = spec.head if spec.head.dense is not None else HeadSpec(tied=False)
         return replace(spec, task=task, head=head, labels=_labels(config))
     return spec
+
+
+def rules_of(config: Mapping[str, Any]) -> Sequence[Rule]:
+    """The names of a checkpoint's tensors: those of its family, but in a GGUF file, whose reader knows parameters."""
+    given = config.get("quantization_config") or {}
+    return OWN if given.get("quant_method") == "gguf" else family_of(config)[1].RULES
 
 
 def stored_as(spec: ModelSpec, rules: Sequence[Rule], config: Mapping[str, Any]) -> ModelSpec:
@@ -134,7 +140,7 @@ def checkpoint_of(folder: Path, config: Mapping[str, Any], spec: ModelSpec, dtyp
     """A folder's tensors as the loader takes them, of any dialect; `rules`: if not the family's. ModelError for misfits."""
     if not config.get("quantization_config"):
         return Checkpoint(folder)
-    return Translated(folder, spec, rules or family_of(config)[1].RULES, _reader(config), dtype, device)
+    return Translated(folder, spec, rules or rules_of(config), _reader(config), dtype, device)
 
 
 def _reader(config: Mapping[str, Any]) -> Reader:

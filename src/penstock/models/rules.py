@@ -50,6 +50,20 @@ class Rule:
         return None if found is None else _filled(re.sub(r"\[[^]]*\]", "", self.source), found)
 
 
+class _Own(Rule):
+    """Names are those of parameters already."""
+
+    def match(self, name: str) -> str | None:
+        return name
+
+    def name_of(self, target: str) -> str | None:
+        return target
+
+
+OWN = (_Own("**", "**"),)
+"""For checkpoints whose tensors have the names of parameters."""
+
+
 def usual(rules: Sequence[Rule], parameter: str) -> str | None:
     """The usual checkpoint name of a parameter or of one of its pieces; None if no rule names it."""
     return next((found for rule in rules if (found := rule.name_of(parameter)) is not None), None)

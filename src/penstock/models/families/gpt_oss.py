@@ -15,10 +15,9 @@ DEFAULTS = {"max_position_embeddings": 131072, "head_dim": 64, "rms_norm_eps": 1
 
 
 def _halves(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
-    """[E, inputs, 2 F] or [E, 2 F], a gate beside its up, to the experts' rows [E * 2 F, inputs] or [E, 2 F], gates first."""
+    """[E, inputs, 2 F] or [E, 2 F], a gate beside its up, to the experts' rows [E * 2 F, inputs] or [E * 2 F], gates first."""
     rows = tensor if tensor.dim() == 2 else tensor.transpose(1, 2)
-    parted = rows.reshape(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2).flatten(1, 2)
-    return parted if tensor.dim() == 2 else parted.flatten(0, 1)
+    return rows.reshape(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2).flatten(0, 2)
 
 
 RULES = (

@@ -1,4 +1,4 @@
-"""GGUF files. `checkpoint/gguf.py` names their tensors as a Hugging Face folder does, and makes this method's config."""
+"""GGUF files. `checkpoint/gguf.py` names their tensors as the model does its parameters, and makes this method's config."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,10 +6,15 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.quant.form import Form, Given, Reader
+from penstock.quant.form import FLOATS, Form, Given, Reader
 from penstock.quant.gguf import GGUF
+from penstock.quant.scheme import PLAIN
 
 METHODS = ("gguf",)
+
+_WHOLE = {**dict.fromkeys("qkv", ("qkv",)), "gate": ("gate_up",), "up": ("gate_up",)}
+"""Matrices that files may have of several of a model's."""
+_NORMS = ("pre", "post", "norm", "q_norm", "k_norm")
 
 Adjust = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,8 +28,19 @@ def _rows_of_halves(heads: int) -> Adjust:
     return adjust
 
 
+def _absorbed(keys: str, values: str, rank: int) -> Form:
+    """The matrix of latents' keys and values, of which files have a half each: [heads, rank, key size] and [heads, value size,
+    rank]. Both are decoded as they are loaded."""
+    def halves(raw: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        k, v = (raw[name].float() if raw[name].is_floating_point() else GGUF(kind).decode({"weight": raw[name]}, torch.float32)
+                for name, kind in (("k", keys), ("v", values)))
+        return {"weight": torch.cat((k.transpose(1, 2), v), 1).reshape(-1, rank)}
+
+    return Form(PLAIN, tuple(Given(name, ("uint8", *FLOATS)) for name in "kv"), halves)
+
+
 class _GGUF(Reader):
-    suffixes = ("weight",)
+    suffixes = ("weight", "k", "v")
     arranged = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -35,7 +51,11 @@ class _GGUF(Reader):
         self._norms_up = bool(config.get("norms_up"))
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        kind = self._kinds.get(module)
+        if f"{module}.k" in self._kinds:
+            return _absorbed(self._kinds[f"{module}.k"], self._kinds[f"{module}.v"], k)
+        stem, _, part = module.rpartition(".")
+        kind = next((self._kinds[name] for name in (module, *(f"{stem}.{whole}" for whole in _WHOLE.get(part, ())))
+                     if name in self._kinds), None)
         if kind is None:
             return None
         scheme = GGUF(kind)
@@ -46,11 +66,11 @@ class _GGUF(Reader):
         return Form(scheme, given, lambda raw: {"weight": adjust(raw["weight"])})
 
     def adjust(self, name: str) -> Adjust | None:
-        if self._permuted is not None:
-            for place, part in enumerate(("q_proj", "k_proj")):
-                if name.rsplit(".", 2)[-2] == part:
-                    return _rows_of_halves(int(self._permuted[place]))
-        if self._norms_up and name.endswith("norm.weight"):
+        """The inverse of the converter's change of a tensor, if it made one."""
+        part = name.rsplit(".", 2)[-2]
+        if self._permuted is not None and part in ("q", "k"):
+            return _rows_of_halves(int(self._permuted["qk".index(part)]))
+        if self._norms_up and part in _NORMS and name.endswith(".weight"):
             return lambda tensor: tensor - 1
         return None
 

@@ -1,0 +1,290 @@
+"""Writes the folders of `families.py` as GGUF files, with names from the gguf package, and arranged as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.models.families import CASES, Case, rope
+from tests.models.foreign import Weights
+
+_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.9, mscale_all_dim=0.9)
+_HERE = {
+    "llama4": ("llama4-interleaved", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "attention_bias": False,
+                                      "tie_word_embeddings": False}),
+    "llama4 unnormed": ("llama4-unnormed", {"num_local_experts": 128, "no_rope_layers": [1, 1, 1]}),
+    "command-r": ("cohere-plain", {"tie_word_embeddings": True}), "cohere2": ("cohere2-window", {"tie_word_embeddings": True}),
+    "minicpm3": ("minicpm3-plain", {"v_head_dim": 12, "scale_emb": 12, "dim_model_base": 256}),
+    "gemma2": ("gemma2-plain", {"query_pre_attn_scalar": 12}), "gemma3": ("gemma3-local", {"query_pre_attn_scalar": 16}), "mpt clamped": ("mpt-plain", {"attn_config": {"clip_qkv": 0.5}}),
+    "gptneox serial": ("neox-serial", {"hidden_act": "gelu", "rotary_pct": 0.5}),
+    "deepseek2 yarn": ("deepseek2-yarn", {**_MSCALE, "attention_bias": False}), "deepseek2 sigmoids": ("deepseek3-experts", _MSCALE)}
+"""Cases of `families.py` with what a GGUF file cannot say otherwise."""
+KINDS = {
+    "llama": "llama-llama3", "llama mixtral": "mixtral-odd", "mistral3": "ministral3-plain", 
+    "qwen2": "qwen2-yarn", "qwen2vl": "qwen2-plain", "qwen2moe": "qwen2-moe-shared", "qwen3": "qwen3-plain",
+    "qwen3vl": "qwen3-tied", "qwen3moe": "qwen3-moe-odd", "qwen3vlmoe": "qwen3-moe-odd", "gemma": "gemma-tied",
+    "phi2": "phi-plain", "phi3": "phi3-short", "phimoe": "phimoe-longrope",
+    "granite": "granite-plain", "granitemoe": "granite-moe-odd", "granitemoe shared": "granite-moe-shared",
+    "olmo": "olmo-clamped", "olmo2": "olmo2-plain", "olmo2 windows": "olmo3-yarn", "olmoe": "olmoe-odd",
+    "smollm3": "smollm3-plain", "arcee": "arcee-yarn", "starcoder": "bigcode-one-kv", "starcoder2": "starcoder2-window",
+    "glm4": "glm4-plain", "glm4moe": "glm4-moe-groups", "glm4moe normed": "glm4-moe-odd", "glm4moe solar": "solar-groups",
+    "chatglm": "chatglm-grouped", "gpt2": "gpt2-plain",
+    "gptneox": "neox-parallel", "bloom": "bloom-plain", "falcon": "falcon-multi-query",
+    "falcon grouped": "falcon-one-norm", "mpt": "mpt-plain", "stablelm": "stablelm-plain",
+    "stablelm normed": "stablelm-parallel", "internlm2": "internlm2-grouped", "baichuan": "baichuan-7b",
+    "minicpm": "minicpm-plain", "deepseek2": "deepseek2-experts",
+    "deepseek2 groups": "deepseek2-grouped",  "deepseek2 dense": "youtu-plain",
+    "deepseek2 flash": "glm47flash-plain", "gpt-oss": "gpt-oss-plain", "gpt-oss yarn": "gpt-oss-yarn", "dots1": "dots1-odd",
+    "seed_oss": "seed-oss-plain", "minimax-m2": "minimax-partial", "hunyuan-dense": "hunyuan-plain",
+    "hunyuan-moe": "hunyuan-moe-odd", "ernie4_5": "ernie45-plain", "ernie4_5-moe": "ernie-moe-odd", "nemotron": "nemotron-plain",
+    "jais2": "jais2-plain", "exaone4": "exaone4-plain", "exaone4 global": "exaone4-global", "exaone-moe": "exaone-moe-odd",
+    "afmoe": "afmoe-plain", "xverse": "llama-plain", "exaone": "llama-plain"}
+KINDS |= {kind: name for kind, (name, _) in _HERE.items()}
+"""Architectures, perhaps with a word that tells their entries apart, and cases of `families.py`."""
+PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "xverse", "internlm2", "baichuan"}
+NORMS_UP = {"gemma", "gemma2", "gemma3", "nemotron"}
+KEYS = {
+    ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"): "context_length",
+    ("hidden_size", "n_embd", "d_model"): "embedding_length", ("num_hidden_layers", "n_layer", "n_layers"): "block_count",
+    ("intermediate_size", "n_inner", "ffn_hidden_size"): "feed_forward_length",
+    ("num_attention_heads", "n_head", "n_heads"): "attention.head_count",
+    ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"): "attention.head_count_kv",
+    ("rms_norm_eps", "layernorm_epsilon"): "attention.layer_norm_rms_epsilon",
+    ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"): "attention.layer_norm_epsilon",
+    ("head_dim",): "attention.key_length", ("sliding_window",): "attention.sliding_window",
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"): "expert_count",
+    ("num_experts_per_tok", "moe_k", "moe_topk"): "expert_used_count", ("moe_intermediate_size",): "expert_feed_forward_length",
+    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"): "expert_shared_count",
+    ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"): "leading_dense_block_count",
+    ("routed_scaling_factor", "route_scale"): "expert_weights_scale", ("norm_topk_prob",): "expert_weights_norm",
+    ("n_group",): "expert_group_count", ("topk_group",): "expert_group_used_count",
+    ("shared_expert_intermediate_size", "shared_intermediate_size"): "expert_shared_feed_forward_length",
+    ("interleave_moe_layer_step", "moe_layer_interval"): "interleave_moe_layer_step",
+    ("attention_multiplier",): "attention.scale", ("embedding_multiplier", "scale_emb"): "embedding_scale",
+    ("residual_multiplier",): "residual_scale", ("logits_scaling", "logit_scale"): "logit_scale",
+    ("attn_logit_softcapping",): "attn_logit_softcapping", ("final_logit_softcapping",): "final_logit_softcapping",
+    ("kv_lora_rank",): "attention.kv_lora_rank", ("q_lora_rank",): "attention.q_lora_rank", ("clip_qkv",): "attention.clamp_kqv",
+    ("use_parallel_residual",): "use_parallel_residual", ("num_nextn_predict_layers",): "nextn_predict_layers"}
+"""Names of config.json, and GGUF's keys."""
+
+
+def case_of(kind: str) -> Case:
+    case = next(case for case in CASES if case.name == KINDS[kind])
+    return replace(case, config={**case.config, **_HERE.get(kind, ("", {}))[1]})
+
+
+def convert(folder: Path, kind: str, path: Path, *, absorbed: bool = True) -> None:
+    """`absorbed`: latents' matrix in halves, as newer files have it."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    arch = kind.partition(" ")[0]
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata(arch, config, absorbed).items():
+        _add(writer, f"{arch}.{key}", value)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"t{i}" for i in range(config.get("vocab_size") or config["padded_vocab_size"])])
+    writer.add_token_scores([0.0] * (config.get("vocab_size") or config["padded_vocab_size"]))
+    writer.add_token_types([1] * (config.get("vocab_size") or config["padded_vocab_size"]))
+    names = gguf.get_tensor_name_map(next(one for one, said in gguf.MODEL_ARCH_NAMES.items() if said == arch), 8)
+    tied = config.get("tie_word_embeddings", arch != "chatglm")
+    for name, tensor in arranged(arch, tensors, config, absorbed):
+        name = name.removeprefix("transformer.") if arch in ("bloom", "chatglm") else name
+        target = names.get_name(name, try_suffixes=(".weight", ".bias")) or (name if name.startswith(("blk", "rope")) else None)
+        assert target is not None, f"{name} has no name in {arch}"
+        if not (tied and target == "output.weight"):
+            writer.add_tensor(target, np.ascontiguousarray(tensor.float().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    else:
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+
+
+def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for names, key in KEYS.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None:
+            found[key] = value[0] if isinstance(value, list) else value
+    for key in ("num_layers", "kv_channels"):
+        if key in config:
+            found |= {"num_layers": {"block_count": config[key]}, "kv_channels": {"attention.key_length": config[key]}}[key]
+    width, heads, layers = (found[key] for key in ("embedding_length", "attention.head_count", "block_count"))
+    found.setdefault("context_length", 512)
+    found.setdefault("feed_forward_length", 4 * width)
+    turns = config.get("rope_parameters") or {}
+    turns = turns.get("full_attention", turns)
+    size = found.get("attention.key_length") or width // heads
+    if "rope_theta" in turns:
+        found["rope.freq_base"] = float(turns["rope_theta"])
+    if "sliding_attention" in (config.get("rope_parameters") or {}):
+        found["rope.freq_base_swa"] = float(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    part = turns.get("partial_rotary_factor") or config.get("rotary_pct") or config.get("partial_rotary_factor") or 1.0
+    if "rope_theta" in turns:
+        found["rope.dimension_count"] = int(size * part)
+    how = turns.get("rope_type")
+    if how in ("yarn", "linear", "longrope"):
+        found |= {"rope.scaling.type": how, "rope.scaling.factor": float(turns.get("factor") or 1.0)}
+    if how == "yarn":
+        found["rope.scaling.original_context_length"] = turns["original_max_position_embeddings"]
+        found |= {f"rope.scaling.yarn_{name}": float(turns[name]) for name in ("beta_fast", "beta_slow") if turns.get(name)}
+        found |= {"rope.scaling.attn_factor": turns["attention_factor"]} if turns.get("attention_factor") else {}
+    if how == "longrope":
+        found["rope.scaling.original_context_length"] = (turns.get("original_max_position_embeddings")
+                                                         or config["original_max_position_embeddings"])
+        # Of Phi-3 the converter computes it as transformers does.
+        factor = found["context_length"] / found["rope.scaling.original_context_length"]
+        usual = (1 + np.log(factor) / np.log(found["rope.scaling.original_context_length"])) ** 0.5 if factor > 1 else 1.0
+        found["rope.scaling.attn_factor"] = float(turns.get("short_mscale") or usual)
+    if config.get("layer_types") and arch in ("olmo2", "exaone4", "exaone-moe"):
+        found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+    if arch == "phi3":
+        found.setdefault("attention.sliding_window", 0)
+    if arch in ("deepseek2", "minicpm3"):
+        keys, turned, rank = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+        found |= {"attention.key_length": keys + turned, "rope.dimension_count": turned,
+                  "attention.value_length": config.get("v_head_dim", 0)}
+    if arch == "deepseek2":
+        if absorbed:
+            found |= {"attention.head_count_kv": 1, "attention.key_length": rank + turned, "attention.value_length": rank,
+                      "attention.key_length_mla": keys + turned, "attention.value_length_mla": config["v_head_dim"]}
+        if "DeepseekV2ForCausalLM" not in config["architectures"]:
+            found["expert_gating_func"] = 2
+        if turns.get("mscale_all_dim"):
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * turns["mscale_all_dim"]
+        found.setdefault("leading_dense_block_count", layers)
+    if arch in ("glm4moe", "exaone-moe"):
+        found["expert_gating_func"] = 2
+        found.setdefault("leading_dense_block_count", 0)
+    if arch in ("glm4moe", "exaone-moe", "deepseek2"):
+        found["block_count"] = layers + found.get("nextn_predict_layers", 0)
+    if arch == "llama4":
+        found |= {"feed_forward_length": config["intermediate_size_mlp"],
+                  "expert_feed_forward_length": config["intermediate_size"],
+                  "expert_count": found["expert_count"] if config["use_qk_norm"] else 128}
+    if arch == "mistral3":
+        found["attention.temperature_scale"] = turns["llama_4_scaling_beta"]
+    if arch == "minicpm":
+        found |= {"residual_scale": config["scale_depth"] / layers**0.5, "logit_scale": width / config["dim_model_base"]}
+    if arch == "mpt":
+        given = config.get("attn_config") or {}
+        found |= {"attention.max_alibi_bias": float(given.get("alibi_bias_max", 8))}
+        found |= {"attention.clamp_kqv": given["clip_qkv"]} if given.get("clip_qkv") else {}
+    if arch == "starcoder":
+        found["attention.head_count_kv"] = 1
+    if arch == "falcon" and not config["new_decoder_architecture"]:
+        found["attention.head_count_kv"] = 1
+    if arch == "chatglm":
+        found["rope.freq_base"] = 10000.0 * config["rope_ratio"]
+    return {key: float(value) if key.endswith(("scale", "clamp_kqv", "attn_factor", "softcapping")) else value
+            for key, value in found.items()}
+
+
+def arranged(arch: str, tensors: Weights, config: dict[str, Any], absorbed: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    heads = next(config[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in config)
+    kv_heads = next((config[name] for name in ("num_key_value_heads", "num_kv_heads") if config.get(name)), heads)
+    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _divisors(config)
+    if (config.get("rope_parameters") or {}).get("long_factor"):
+        for which in ("long", "short"):
+            yield f"rope_factors_{which}.weight", torch.tensor(config["rope_parameters"][f"{which}_factor"])
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if arch in PERMUTED and re.search(r"[.][qk]_proj[.]", name):
+            tensor = halves_to_pairs(tensor, heads if ".q_proj" in name else kv_heads)
+        if arch in NORMS_UP and "norm" in name and name.endswith("weight"):
+            tensor = tensor + 1
+        one = re.fullmatch(r"(.*[.]experts|.*layernorm[.]norms)[.]([0-9]+)[.](.*weight)", name)
+        if one is not None:
+            experts.setdefault(f"{one[1].removesuffix('.norms')}.{one[3]}", {})[int(one[2])] = tensor
+            continue
+        yield from _changed(arch, name, tensor, config, heads, kv_heads, absorbed)
+    for name, ones in experts.items():
+        old = re.search(r"[.]w[123][.]", name)
+        stem = name.replace("block_sparse_moe", "feed_forward").replace("model.layers", "layers") if old else name
+        yield stem, torch.stack([ones[i] for i in range(len(ones))])
+
+
+def halves_to_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+
+
+def _divisors(config: dict[str, Any]) -> torch.Tensor:
+    said, size = config["rope_parameters"], config["head_dim"]
+    waves = 2 * np.pi * said["rope_theta"] ** (torch.arange(0, size, 2).double() / size)
+    smooth = (said["original_max_position_embeddings"] / waves - said["low_freq_factor"]) / (
+        said["high_freq_factor"] - said["low_freq_factor"])
+    smooth = smooth.clamp(0, 1)
+    return (1 / ((1 - smooth) / said["factor"] + smooth)).float()
+
+
+def _changed(arch: str, name: str, tensor: torch.Tensor, config: dict[str, Any], heads: int, kv_heads: int,
+             absorbed: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    layer = next((part for part in name.split(".") if part.isdigit()), "")
+    if arch == "granitemoe" and "input_linear" in name:
+        which = "shexp" if "shared" in name else "exps"
+        for part, half in zip(("gate", "up"), tensor.chunk(2, -2), strict=True):
+            yield f"blk.{layer}.ffn_{part}_{which}.weight", half
+    elif arch == "llama4" and "experts" in name:
+        turned = tensor.transpose(1, 2)
+        if "down" in name:
+            yield f"blk.{layer}.ffn_down_exps.weight", turned
+        else:
+            yield f"blk.{layer}.ffn_gate_exps.weight", turned.chunk(2, 1)[0]
+            yield f"blk.{layer}.ffn_up_exps.weight", turned.chunk(2, 1)[1]
+    elif arch == "gpt-oss" and "experts" in name:
+        bias = name.endswith("bias")
+        turned, end = tensor if bias else tensor.transpose(1, 2), "bias" if bias else "weight"
+        if "down" in name:
+            yield f"blk.{layer}.ffn_down_exps.{end}", turned
+        else:
+            yield f"blk.{layer}.ffn_gate_exps.{end}", turned[:, ::2]
+            yield f"blk.{layer}.ffn_up_exps.{end}", turned[:, 1::2]
+    elif name.endswith("kv_b_proj.weight") and absorbed and arch == "deepseek2":
+        k, v = tensor.unflatten(0, (heads, -1)).split((config["qk_nope_head_dim"], config["v_head_dim"]), 1)
+        yield name.replace("kv_b_proj", "k_b_proj"), k.transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), v
+    elif "query_key_value" in name and arch in ("gptneox", "bloom"):
+        yield name, tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).reshape(tensor.shape)
+    elif "query_key_value" in name and arch == "falcon":
+        count = kv_heads if config["new_decoder_architecture"] else 1
+        groups = tensor.unflatten(0, (count, heads // count + 2, -1))
+        yield name, torch.cat([groups[:, part].flatten(0, -2) for part in (slice(0, -2), slice(-2, -1), slice(-1, None))])
+    elif "wqkv" in name:
+        groups = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
+        for part, rows in zip("qkv", (groups[:, :-2], groups[:, -2:-1], groups[:, -1:]), strict=True):
+            count = {"q": heads, "k": kv_heads}.get(part)
+            flat = rows.flatten(0, -2)
+            yield f"model.layers.{layer}.attention.w{part}.weight", flat if count is None else halves_to_pairs(flat, count)
+    elif "W_pack" in name:
+        for part, rows in zip("qkv", tensor.chunk(3), strict=True):
+            yield f"blk.{layer}.attn_{part}.weight", rows if part == "v" else halves_to_pairs(rows, heads)
+    elif arch == "gpt2" and tensor.dim() == 2 and ("c_" in name):
+        yield name, tensor.t()
+    else:
+        yield _corrected(name), tensor
+
+
+def _corrected(name: str) -> str:
+    """Names that the converter changes before it looks them up."""
+    for old, new in (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"),
+                     ("expert_bias", "expert_bias.bias")):
+        name = name.replace(old, new) if name.endswith(old) else name
+    return name
