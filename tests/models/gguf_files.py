@@ -1,11 +1,11 @@
-"""Writes the folders of `families.py` as GGUF files, with names from the gguf package, and arranged as llama.cpp's converter does."""
+"""Writes the folders of `families.py` as GGUF files, with the gguf package's names, arranged as llama.cpp's converter does."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +24,43 @@ _HERE = {
     "llama4 unnormed": ("llama4-unnormed", {"num_local_experts": 128, "no_rope_layers": [1, 1, 1]}),
     "command-r": ("cohere-plain", {"tie_word_embeddings": True}), "cohere2": ("cohere2-window", {"tie_word_embeddings": True}),
     "minicpm3": ("minicpm3-plain", {"v_head_dim": 12, "scale_emb": 12, "dim_model_base": 256}),
-    "gemma2": ("gemma2-plain", {"query_pre_attn_scalar": 12}), "gemma3": ("gemma3-local", {"query_pre_attn_scalar": 16}), "mpt clamped": ("mpt-plain", {"attn_config": {"clip_qkv": 0.5}}),
+    "gemma2": ("gemma2-plain", {"query_pre_attn_scalar": 12}), "gemma3": ("gemma3-local", {"query_pre_attn_scalar": 16}),
+    "mpt clamped": ("mpt-plain", {"attn_config": {"clip_qkv": 0.5}}),
     "gptneox serial": ("neox-serial", {"hidden_act": "gelu", "rotary_pct": 0.5}),
-    "deepseek2 yarn": ("deepseek2-yarn", {**_MSCALE, "attention_bias": False}), "deepseek2 sigmoids": ("deepseek3-experts", _MSCALE)}
+    "phimoe": ("phimoe-longrope", {"lm_head_bias": True, "attention_bias": True}),
+    "deepseek2": ("deepseek2-experts", {"q_lora_rank": 24}), "deepseek2 groups": ("deepseek2-grouped", {"q_lora_rank": 24}),
+    "deepseek2 wide": ("deepseek3-experts", {
+        **_MSCALE, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 64,
+        "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}),
+    "gpt-oss wide": ("gpt-oss-plain", {"intermediate_size": 64}),
+    "deepseek2 yarn": ("deepseek2-yarn", {**_MSCALE, "attention_bias": False}),
+    "deepseek2 sigmoids": ("deepseek3-experts", {**_MSCALE, "q_lora_rank": 24})}
 """Cases of `families.py` with what a GGUF file cannot say otherwise."""
 KINDS = {
-    "llama": "llama-llama3", "llama mixtral": "mixtral-odd", "mistral3": "ministral3-plain", 
+    "llama": "llama-llama3", "llama mixtral": "mixtral-odd", "mistral3": "ministral3-plain",
     "qwen2": "qwen2-yarn", "qwen2vl": "qwen2-plain", "qwen2moe": "qwen2-moe-shared", "qwen3": "qwen3-plain",
     "qwen3vl": "qwen3-tied", "qwen3moe": "qwen3-moe-odd", "qwen3vlmoe": "qwen3-moe-odd", "gemma": "gemma-tied",
-    "phi2": "phi-plain", "phi3": "phi3-short", "phimoe": "phimoe-longrope",
+    "phi2": "phi-plain", "phi3": "phi3-short",
     "granite": "granite-plain", "granitemoe": "granite-moe-odd", "granitemoe shared": "granite-moe-shared",
     "olmo": "olmo-clamped", "olmo2": "olmo2-plain", "olmo2 windows": "olmo3-yarn", "olmoe": "olmoe-odd",
-    "smollm3": "smollm3-plain", "arcee": "arcee-yarn", "starcoder": "bigcode-one-kv", "starcoder2": "starcoder2-window",
+    "smollm3": "smollm3-plain", "arcee": "arcee-yarn", "starcoder": "bigcode-one-kv", "starcoder2": "starcoder2-plain",
     "glm4": "glm4-plain", "glm4moe": "glm4-moe-groups", "glm4moe normed": "glm4-moe-odd", "glm4moe solar": "solar-groups",
     "chatglm": "chatglm-grouped", "gpt2": "gpt2-plain",
     "gptneox": "neox-parallel", "bloom": "bloom-plain", "falcon": "falcon-multi-query",
     "falcon grouped": "falcon-one-norm", "mpt": "mpt-plain", "stablelm": "stablelm-plain",
-    "stablelm normed": "stablelm-parallel", "internlm2": "internlm2-grouped", "baichuan": "baichuan-7b",
-    "minicpm": "minicpm-plain", "deepseek2": "deepseek2-experts",
-    "deepseek2 groups": "deepseek2-grouped",  "deepseek2 dense": "youtu-plain",
+    "stablelm normed": "stablelm-parallel", "internlm2": "internlm2-plain", "baichuan": "baichuan-7b",
+    "minicpm": "minicpm-plain", "deepseek2 lite": "deepseek2-experts", "deepseek2 dense": "youtu-plain",
     "deepseek2 flash": "glm47flash-plain", "gpt-oss": "gpt-oss-plain", "gpt-oss yarn": "gpt-oss-yarn", "dots1": "dots1-odd",
     "seed_oss": "seed-oss-plain", "minimax-m2": "minimax-partial", "hunyuan-dense": "hunyuan-plain",
-    "hunyuan-moe": "hunyuan-moe-odd", "ernie4_5": "ernie45-plain", "ernie4_5-moe": "ernie-moe-odd", "nemotron": "nemotron-plain",
-    "jais2": "jais2-plain", "exaone4": "exaone4-plain", "exaone4 global": "exaone4-global", "exaone-moe": "exaone-moe-odd",
-    "afmoe": "afmoe-plain", "xverse": "llama-plain", "exaone": "llama-plain"}
-KINDS |= {kind: name for kind, (name, _) in _HERE.items()}
+    "hunyuan-moe": "hunyuan-moe-odd", "ernie4_5": "ernie45-plain", "ernie4_5-moe": "ernie-moe-odd",
+    "nemotron": "nemotron-plain", "phi3 partial": "phi3-partial", "jais2": "jais2-plain", "exaone4": "exaone4-plain",
+    "exaone4 global": "exaone4-global", "exaone-moe": "exaone-moe-odd",
+    "afmoe": "afmoe-plain", "xverse": "llama-plain", "exaone": "llama-plain",
+
+    **{kind: name for kind, (name, _) in _HERE.items()}}
 """Architectures, perhaps with a word that tells their entries apart, and cases of `families.py`."""
-PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "xverse", "internlm2", "baichuan"}
+PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "xverse", "internlm2",
+            "baichuan"}
 NORMS_UP = {"gemma", "gemma2", "gemma3", "nemotron"}
 KEYS = {
     ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"): "context_length",
@@ -65,14 +75,15 @@ KEYS = {
     ("num_experts_per_tok", "moe_k", "moe_topk"): "expert_used_count", ("moe_intermediate_size",): "expert_feed_forward_length",
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"): "expert_shared_count",
     ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"): "leading_dense_block_count",
-    ("routed_scaling_factor", "route_scale"): "expert_weights_scale", ("norm_topk_prob",): "expert_weights_norm",
+    ("routed_scaling_factor", "route_scale"): "expert_weights_scale", ("norm_topk_prob", "route_norm"): "expert_weights_norm",
     ("n_group",): "expert_group_count", ("topk_group",): "expert_group_used_count",
     ("shared_expert_intermediate_size", "shared_intermediate_size"): "expert_shared_feed_forward_length",
     ("interleave_moe_layer_step", "moe_layer_interval"): "interleave_moe_layer_step",
     ("attention_multiplier",): "attention.scale", ("embedding_multiplier", "scale_emb"): "embedding_scale",
     ("residual_multiplier",): "residual_scale", ("logits_scaling", "logit_scale"): "logit_scale",
     ("attn_logit_softcapping",): "attn_logit_softcapping", ("final_logit_softcapping",): "final_logit_softcapping",
-    ("kv_lora_rank",): "attention.kv_lora_rank", ("q_lora_rank",): "attention.q_lora_rank", ("clip_qkv",): "attention.clamp_kqv",
+    ("kv_lora_rank",): "attention.kv_lora_rank", ("q_lora_rank",): "attention.q_lora_rank",
+    ("clip_qkv",): "attention.clamp_kqv",
     ("use_parallel_residual",): "use_parallel_residual", ("num_nextn_predict_layers",): "nextn_predict_layers"}
 """Names of config.json, and GGUF's keys."""
 
@@ -82,8 +93,9 @@ def case_of(kind: str) -> Case:
     return replace(case, config={**case.config, **_HERE.get(kind, ("", {}))[1]})
 
 
-def convert(folder: Path, kind: str, path: Path, *, absorbed: bool = True) -> None:
-    """`absorbed`: latents' matrix in halves, as newer files have it."""
+def convert(folder: Path, kind: str, path: Path, *, absorbed: bool = True, blocks: str = "", decoded: bool = False) -> None:
+    """`absorbed`: latents' matrix in halves, as newer files have it. `blocks`: the type of matrices; `decoded`: they are
+    written as what that type makes of them."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     arch = kind.partition(" ")[0]
@@ -101,11 +113,25 @@ def convert(folder: Path, kind: str, path: Path, *, absorbed: bool = True) -> No
         target = names.get_name(name, try_suffixes=(".weight", ".bias")) or (name if name.startswith(("blk", "rope")) else None)
         assert target is not None, f"{name} has no name in {arch}"
         if not (tied and target == "output.weight"):
-            writer.add_tensor(target, np.ascontiguousarray(tensor.float().numpy()))
+            _write(writer, target, np.ascontiguousarray(tensor.float().numpy()), blocks, decoded)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _write(writer: gguf.GGUFWriter, name: str, data: np.ndarray, blocks: str, decoded: bool) -> None:
+    plain = data.ndim < 2 or data.shape[-1] % 32 or name.endswith("bias") or any(
+        part in name for part in ("norm", "ffn_gate_inp", "token_embd"))
+    if plain or not blocks:
+        writer.add_tensor(name, data)
+        return
+    kind = gguf.GGMLQuantizationType[blocks]
+    codes = gguf.quants.quantize(data, kind)
+    if decoded:
+        writer.add_tensor(name, gguf.quants.dequantize(codes, kind))
+    else:
+        writer.add_tensor(name, codes, raw_dtype=kind)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -132,6 +158,8 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
     turns = config.get("rope_parameters") or {}
     turns = turns.get("full_attention", turns)
     size = found.get("attention.key_length") or width // heads
+    if "attention.key_length" in found:
+        found["attention.value_length"] = size
     if "rope_theta" in turns:
         found["rope.freq_base"] = float(turns["rope_theta"])
     if "sliding_attention" in (config.get("rope_parameters") or {}):
@@ -170,11 +198,21 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
         if turns.get("mscale_all_dim"):
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * turns["mscale_all_dim"]
         found.setdefault("leading_dense_block_count", layers)
-    if arch in ("glm4moe", "exaone-moe"):
+    if arch in ("glm4moe", "exaone-moe", "dots1", "minimax-m2", "afmoe"):
         found["expert_gating_func"] = 2
         found.setdefault("leading_dense_block_count", 0)
     if arch in ("glm4moe", "exaone-moe", "deepseek2"):
         found["block_count"] = layers + found.get("nextn_predict_layers", 0)
+    if "expert_count" in found:
+        found.setdefault("expert_feed_forward_length", found["feed_forward_length"])
+    if arch == "hunyuan-moe":
+        found["expert_shared_feed_forward_length"] = found["feed_forward_length"]
+    if arch == "ernie4_5-moe":
+        found["expert_shared_feed_forward_length"] = found["expert_feed_forward_length"] * found["expert_shared_count"]
+    if arch == "olmo":
+        found["attention.layer_norm_epsilon"] = 1e-5
+    if arch in ("qwen2vl", "qwen3vl", "qwen3vlmoe"):
+        found["rope.dimension_sections"] = [2, 2, 2, 0]
     if arch == "llama4":
         found |= {"feed_forward_length": config["intermediate_size_mlp"],
                   "expert_feed_forward_length": config["intermediate_size"],
@@ -192,7 +230,7 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
     if arch == "falcon" and not config["new_decoder_architecture"]:
         found["attention.head_count_kv"] = 1
     if arch == "chatglm":
-        found["rope.freq_base"] = 10000.0 * config["rope_ratio"]
+        found |= {"rope.freq_base": 10000.0 * config["rope_ratio"], "rope.dimension_count": size // 2}
     return {key: float(value) if key.endswith(("scale", "clamp_kqv", "attn_factor", "softcapping")) else value
             for key, value in found.items()}
 
@@ -216,6 +254,12 @@ def arranged(arch: str, tensors: Weights, config: dict[str, Any], absorbed: bool
             experts.setdefault(f"{one[1].removesuffix('.norms')}.{one[3]}", {})[int(one[2])] = tensor
             continue
         yield from _changed(arch, name, tensor, config, heads, kv_heads, absorbed)
+    if arch == "glm4moe":
+        # As newer files may have them: gates and ups of all experts in one tensor.
+        for name in [name for name in experts if "up_proj" in name]:
+            layer = name.split(".")[2]
+            gates, ups = experts.pop(name.replace("up_proj", "gate_proj")), experts.pop(name)
+            yield f"blk.{layer}.ffn_gate_up_exps.weight", torch.stack([torch.cat((gates[i], ups[i])) for i in range(len(ups))])
     for name, ones in experts.items():
         old = re.search(r"[.]w[123][.]", name)
         stem = name.replace("block_sparse_moe", "feed_forward").replace("model.layers", "layers") if old else name

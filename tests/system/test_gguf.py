@@ -11,8 +11,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
-import transformers
 from safetensors.numpy import load_file, save_file
 
 from penstock import LLM, SamplingParams
@@ -179,55 +177,3 @@ def test_other_architectures_and_vocabularies_are_refused(tmp_path: Path) -> Non
         resolve_folder(str(need(DATA / "tokenizers" / "gguf" / "ggml-vocab-llama-spm.gguf")))
     with pytest.raises(ModelError, match=r"is not of the form hf:OWNER/REPOSITORY:FILE\.gguf"):
         resolve_folder("hf:somebody/model")
-
-
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 96, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-CONVERTED: dict[str, tuple[str, dict[str, Any], dict[str, float]]] = {
-    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
-             {"rope.dimension_count": 12}),
-    "gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}, {"attention.key_length": 32}),
-    "starcoder2": ("starcoder2", {"tie_word_embeddings": True}, {}),
-    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}, {"rope.dimension_count": 8}),
-    "command-r": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.25}, {"logit_scale": 0.25}),
-}
-"""By architecture: transformers' name, values of its config, and metadata that says the same. phi3 is as in Phi-4-mini, which
-rotates a part of its heads."""
-
-
-@pytest.mark.parametrize("name", CONVERTED)
-def test_an_architecture_in_the_names_of_the_gguf_package(name: str, tmp_path: Path) -> None:
-    kind, values, keys = CONVERTED[name]
-    generator = torch.Generator().manual_seed(1)
-    config = transformers.AutoConfig.for_model(kind, **{**SIZES, "tie_word_embeddings": False, **values})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)
-    writer.add_context_length(128)
-    writer.add_embedding_length(64)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    means = getattr(config, "norm_epsilon", getattr(config, "layer_norm_eps", None))
-    (writer.add_layer_norm_rms_eps if means is None else writer.add_layer_norm_eps)(means or config.rms_norm_eps)
-    for key, value in keys.items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{name}.{key}", value)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"t{i}" for i in range(96)])
-    writer.add_token_scores([0.0] * 96)
-    writer.add_token_types([1] * 96)
-    arch = next(arch for arch, said in gguf.MODEL_ARCH_NAMES.items() if said == name)
-    names = gguf.get_tensor_name_map(arch, 2)
-    with torch.no_grad():
-        for at, tensor in model.named_parameters():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() > 1 else 0.1))
-            stored = tensor + 1 if name == "gemma" and tensor.dim() == 1 else tensor
-            writer.add_tensor(names.get_name(at, try_suffixes=(".weight", ".bias")), stored.numpy())
-        prompt = torch.tensor([[1, 17, 40, 3, 77, 21, 60, 5]])
-        expected = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)[0, 8:].tolist()
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert greedy(tmp_path / "model.gguf", prompt[0].tolist(), 24, skip_tokenizer_init=True) == expected

@@ -154,7 +154,8 @@ def siblings(path: Path) -> list[Path]:
 
 
 BLOCK = {
-    **{f"attn_{name}": f"attention.{name}" for name in ("q", "k", "v", "qkv", "q_norm", "k_norm", "gate", "q_a", "q_b", "kv_b")},
+    **{f"attn_{name}": f"attention.{name}" for name in (
+        "q", "k", "v", "qkv", "q_norm", "k_norm", "gate", "q_a", "q_b", "kv_b")},
     **{f"ffn_{name}": f"mlp.{name}" for name in ("gate", "up", "down")},
     **{f"ffn_{name}_exps": f"mlp.experts.@.{name}" for name in ("gate", "up", "down")},
     **{f"ffn_{name}_shexp": f"mlp.shared.{name}" for name in ("gate", "up", "down")},
@@ -162,7 +163,8 @@ BLOCK = {
     "post_ffw_norm": "mlp.post", "ffn_gate_inp": "mlp.router", "ffn_gate_inp_shexp": "mlp.shared_gate",
     "attn_q_a_norm": "attention.q_norm", "attn_kv_a_mqa": "attention.kv_a", "attn_kv_a_norm": "attention.kv_norm",
     "attn_k_b.weight": "attention.kv_b.k", "attn_v_b.weight": "attention.kv_b.v", "attn_sinks.weight": "attention.sinks",
-    "exp_probs_b.bias": "mlp.correction", "ffn_down_exps.bias": "mlp.experts.down.bias"}
+    "ffn_gate_up_exps": "mlp.experts.gate_up", "exp_probs_b.bias": "mlp.correction",
+    "ffn_down_exps.bias": "mlp.experts.down.bias"}
 """Names of a block's tensors, perhaps with their endings, and of the parameters that they are."""
 ENDS = {"token_embd": "embedding", "token_embd_norm": "embedding.norm", "position_embd": "positions", "output_norm": "norm",
          "output": "head"}
@@ -200,20 +202,18 @@ class Architecture:
         return ours if found is None or ours is None else f"blocks.{found[1]}.{ours}"
 
 
-def _gemma2(value: Values) -> dict[str, Any]:
-    # Of the 27B alone the scale is not that of the head's size.
-    size = value("embedding_length") // value("attention.head_count") if value("block_count") == 46 else _head_size(value)
-    return {"query_pre_attn_scalar": size}
+def _gemma(value: Values) -> dict[str, Any]:
+    # Of the 27B alone (46 layers in Gemma 2, 62 in Gemma 3) the scale is not that of the head's size.
+    large = value("block_count") in (46, 62)
+    return {"query_pre_attn_scalar": value("embedding_length") // value("attention.head_count") if large else _head_size(value)}
 
 
 def _gemma3(value: Values) -> dict[str, Any]:
-    size = value("embedding_length") // value("attention.head_count") if value("block_count") == 62 else _head_size(value)
-    scaling = value("rope.scaling.factor")
-    full = {"rope_theta": value("rope.freq_base") or 1e6}
+    full, scaling = {"rope_theta": value("rope.freq_base") or 1e6}, value("rope.scaling.factor")
     if scaling and value("rope.scaling.type") == "linear":
         full |= {"rope_type": "linear", "factor": scaling}
     local = {"rope_theta": value("rope.freq_base_swa") or 1e4}
-    return {"query_pre_attn_scalar": size, "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    return {**_gemma(value), "rope_parameters": {"full_attention": full, "sliding_attention": local},
             **({"sliding_window_pattern": 1} if not value("attention.sliding_window") else {})}
 
 
@@ -223,11 +223,11 @@ def _gpt2(value: Values) -> dict[str, Any]:
 
 
 def _deepseek(value: Values) -> dict[str, Any]:
-    """Lengths of whole heads have keys of their own where keys and values of all heads are stored as one (the newer form)."""
+    """In newer files keys and values are those of one head, the latents; lengths of whole heads have keys of their own."""
     turned, groups = value("rope.dimension_count"), value("expert_group_count") or 1
-    found = {"qk_rope_head_dim": turned, "v_head_dim": value("attention.value_length_mla") or value("attention.value_length"),
-             "qk_nope_head_dim": (value("attention.key_length_mla") or value("attention.key_length")) - turned,
-             "q_lora_rank": value("attention.q_lora_rank"), "n_group": groups, "norm_topk_prob": bool(value("expert_weights_norm")),
+    keys, values = (value(f"attention.{name}_length_mla") or value(f"attention.{name}_length") for name in ("key", "value"))
+    found = {"qk_rope_head_dim": turned, "qk_nope_head_dim": keys - turned, "v_head_dim": values, "n_group": groups,
+             "q_lora_rank": value("attention.q_lora_rank"), "norm_topk_prob": bool(value("expert_weights_norm")),
              "partial_rotary_factor": 1.0}
     if value("expert_gating_func") != 2 and value("expert_count"):
         found |= {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
@@ -257,7 +257,8 @@ def _mpt(value: Values) -> dict[str, Any]:
 
 
 def _chatglm(value: Values) -> dict[str, Any]:
-    return {"kv_channels": _head_size(value), "multi_query_attention": True, "rope_ratio": (value("rope.freq_base") or 1e4) / 1e4}
+    ratio = (value("rope.freq_base") or 1e4) / 1e4
+    return {"kv_channels": _head_size(value), "multi_query_attention": True, "rope_ratio": ratio}
 
 
 def _minicpm(value: Values) -> dict[str, Any]:
@@ -281,35 +282,39 @@ _SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedd
 _LATENT = {"attention.kv_lora_rank": "kv_lora_rank"}
 
 ARCHITECTURES = {
+    **{name: Architecture(f"{family}ForCausalLM") for name, family in {
+        "qwen2": "Qwen2", "qwen2vl": "Qwen2", "qwen2moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3vl": "Qwen3", "olmoe": "Olmoe",
+        "phi2": "Phi", "phimoe": "Phimoe", "starcoder2": "Starcoder2", "minimax-m2": "MiniMaxM2", "dots1": "Dots1",
+        "hunyuan-dense": "HunYuanDenseV1", "ernie4_5": "Ernie4_5", "jais2": "Jais2", "exaone": "Llama",
+        "exaone4": "Exaone4"}.items()},
+    **{name: Architecture(f"{family}ForCausalLM", permuted=True) for name, family in {
+        "smollm3": "SmolLM3", "arcee": "Arcee", "internlm2": "InternLM2", "baichuan": "Baichuan", "xverse": "Llama"}.items()},
     "llama": Architecture("LlamaForCausalLM", permuted=True, more=lambda value: {
         "architectures": ["MixtralForCausalLM"]} if value("expert_count") else {}),
-    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("Qwen2ForCausalLM")),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM"), "olmoe": Architecture("OlmoeForCausalLM"),
-    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("Qwen3ForCausalLM")),
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture("Qwen3MoeForCausalLM", more=lambda _: {"norm_topk_prob": True})),
     "gemma": Architecture("GemmaForCausalLM", norms_up=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", keys=_SOFTCAPS, more=_gemma2, norms_up=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", keys=_SOFTCAPS, more=_gemma, norms_up=True),
     "gemma3": Architecture("Gemma3ForCausalLM", keys=_SOFTCAPS, more=_gemma3, norms_up=True),
-    "phi2": Architecture("PhiForCausalLM"), "phi3": Architecture("Phi3ForCausalLM", _MERGED),
-    "phimoe": Architecture("PhimoeForCausalLM"), "granite": Architecture("GraniteForCausalLM", keys=_SCALES, permuted=True),
+    "nemotron": Architecture("NemotronForCausalLM", norms_up=True),
+    "granite": Architecture("GraniteForCausalLM", keys=_SCALES, permuted=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=_SCALES, permuted=True),
     "olmo": Architecture("OlmoForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"}, permuted=True),
     "olmo2": Architecture("Olmo2ForCausalLM", more=lambda value: {
         "architectures": ["Olmo3ForCausalLM"]} if value("attention.sliding_window") else {}),
-    "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True), "arcee": Architecture("ArceeForCausalLM", permuted=True),
-    "starcoder": Architecture("GPTBigCodeForCausalLM", more=_gpt2), "starcoder2": Architecture("Starcoder2ForCausalLM"),
-    "glm4": Architecture("Glm4ForCausalLM", _MERGED), "glm4moe": Architecture("Glm4MoeForCausalLM", _SECOND),
+    "phi3": Architecture("Phi3ForCausalLM", _MERGED), "glm4": Architecture("Glm4ForCausalLM", _MERGED),
     "chatglm": Architecture("ChatGLMModel", _MERGED, {
         "attention.layer_norm_rms_epsilon": "layernorm_epsilon", "feed_forward_length": "ffn_hidden_size",
-        "attention.head_count_kv": "multi_query_group_num", "context_length": "seq_length", "block_count": "num_layers"}, _chatglm),
-    **{name: Architecture(f"Cohere{second}ForCausalLM", keys={"logit_scale": "logit_scale"})
-       for name, second in (("command-r", ""), ("cohere2", "2"))},
-    "gpt2": Architecture("GPT2LMHeadModel", more=_gpt2), "gptneox": Architecture("GPTNeoXForCausalLM", keys={
-        "use_parallel_residual": "use_parallel_residual"}),
+        "attention.head_count_kv": "multi_query_group_num", "context_length": "seq_length", "block_count": "num_layers"},
+        _chatglm),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", _SECOND), "seed_oss": Architecture("SeedOssForCausalLM", _SECOND),
+    **{name: Architecture(f"{family}ForCausalLM", keys={"logit_scale": "logit_scale"})
+       for name, family in (("command-r", "Cohere"), ("cohere2", "Cohere2"))},
+    "gpt2": Architecture("GPT2LMHeadModel", more=_gpt2), "starcoder": Architecture("GPTBigCodeForCausalLM", more=_gpt2),
+    **{name: Architecture(f"{family}ForCausalLM", keys={"use_parallel_residual": "use_parallel_residual"})
+       for name, family in (("gptneox", "GPTNeoX"), ("stablelm", "StableLm"))},
     "bloom": Architecture("BloomForCausalLM", keys={"context_length": "seq_length"}),
-    "falcon": Architecture("FalconForCausalLM", keys={"feed_forward_length": "ffn_hidden_size"}, more=_falcon), "mpt": Architecture("MptForCausalLM", more=_mpt),
-    "stablelm": Architecture("StableLmForCausalLM", keys={"use_parallel_residual": "use_parallel_residual"}),
-    "internlm2": Architecture("InternLM2ForCausalLM", permuted=True), "baichuan": Architecture("BaichuanForCausalLM", permuted=True),
+    "falcon": Architecture("FalconForCausalLM", keys={"feed_forward_length": "ffn_hidden_size"}, more=_falcon),
+    "mpt": Architecture("MptForCausalLM", more=_mpt),
     "minicpm": Architecture("MiniCPMForCausalLM", more=_minicpm, permuted=True),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", keys=_LATENT, more=lambda value: {
         **_minicpm(value), **_deepseek(value), "v_head_dim": value("embedding_length") // value("attention.head_count")}),
@@ -321,17 +326,13 @@ ARCHITECTURES = {
     "llama4": Architecture("Llama4ForCausalLM", keys={
         "interleave_moe_layer_step": "interleave_moe_layer_step", "feed_forward_length": "intermediate_size_mlp",
         "expert_feed_forward_length": "intermediate_size"}, more=lambda value: {"use_qk_norm": value("expert_count") != 128}),
-    "dots1": Architecture("Dots1ForCausalLM"), "seed_oss": Architecture("SeedOssForCausalLM", _SECOND),
-    "minimax-m2": Architecture("MiniMaxM2ForCausalLM"), "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", keys={
         "expert_used_count": "moe_topk", "expert_shared_count": "num_shared_expert"}),
-    "ernie4_5": Architecture("Ernie4_5ForCausalLM"), "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", keys={
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", keys={
         "expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
         "leading_dense_block_count": "moe_layer_start_index", "interleave_moe_layer_step": "moe_layer_interval"}),
-    "nemotron": Architecture("NemotronForCausalLM", norms_up=True), "jais2": Architecture("Jais2ForCausalLM"),
-    "exaone": Architecture("LlamaForCausalLM"), "exaone4": Architecture("Exaone4ForCausalLM"),
     "exaone-moe": Architecture("ExaoneMoeForCausalLM", keys={"expert_shared_count": "num_shared_experts"}),
-    "xverse": Architecture("LlamaForCausalLM", permuted=True), "afmoe": Architecture("AfmoeForCausalLM", keys={
+    "afmoe": Architecture("AfmoeForCausalLM", keys={
         "leading_dense_block_count": "num_dense_layers", "expert_shared_count": "num_shared_experts",
         "expert_weights_scale": "route_scale"}, more=lambda _: {"mup_enabled": True})}
 
@@ -341,12 +342,16 @@ COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidd
           "attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
 _OFTEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
           "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
-          "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
-          "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
-          "leading_dense_block_count": "first_k_dense_replace"}
+          "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "expert_group_count": "n_group",
+          "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
+          "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace"}
 """Keys of several architectures."""
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.attn_rot_embd|.*\.nextn\..*")
 """Tables of rotations, which are read into the config, and what only drafting needs."""
+
+
+_VECTORS = ("mlp.correction", ".q_norm.weight", ".k_norm.weight")
+"""Parameters that are vectors, whatever shape files give them."""
 
 
 def architecture(metadata: Mapping[str, Any]) -> Architecture:
@@ -367,8 +372,10 @@ def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
     name = arch.place(entry.name)
     if name is None:
         raise ModelError(f"tensor {entry.name} {list(entry.shape)} has no place in {arch.family}")
-    if name.endswith(("mlp.correction", ".q_norm.weight", ".k_norm.weight")):
+    if name.endswith(_VECTORS):
         return [(name, replace(entry, shape=(math.prod(entry.shape),)))]
+    if name.endswith("experts.gate_up.weight"):
+        return [(name, replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1])))]
     if "@" not in name:
         return [(name, entry)]
     count = entry.shape[0]
@@ -428,7 +435,8 @@ def _facts(names: set[str]) -> dict[str, bool]:
     bias = has(".q.bias", ".qkv.bias", ".kv_a.bias")
     found = dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias"), bias)
     return found | {"attention_out_bias": has(".o.bias"), "mlp_bias": has("mlp.down.bias"), "lm_head_bias": has("head.bias"),
-                    "use_bias": bias or has("mlp.down.bias"), **dict.fromkeys(("use_qk_norm", "qk_layernorm"), has(".q_norm.weight"))}
+                    "use_bias": bias or has("mlp.down.bias"),
+                    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), has(".q_norm.weight"))}
 
 
 def _dtype(entries: Any) -> str:
@@ -444,15 +452,13 @@ def _rotation(value: Values, tensors: Mapping[str, tuple[File, Entry]]) -> dict[
     original = value("rope.scaling.original_context_length") or value("context_length")
     tables = {name: _floats(*tensors[f"{name}.weight"]) for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
               if f"{name}.weight" in tensors}
-    if "rope_freqs" in tables:
-        scaling = {"rope_type": "longrope", "short_factor": tables["rope_freqs"], "long_factor": tables["rope_freqs"],
-                   "attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": original}
-    elif "rope_factors_long" in tables:
-        scaling = {"rope_type": "longrope", "short_factor": tables["rope_factors_short"], "factor": 1.0,
-                   "long_factor": tables["rope_factors_long"], "attention_factor": value("rope.scaling.attn_factor") or 1.0,
-                   "original_max_position_embeddings": original}
+    if tables:
+        both = "rope_freqs" if "rope_freqs" in tables else ""
+        scaling = {"rope_type": "longrope", "original_max_position_embeddings": original, "factor": 1.0,
+                   "attention_factor": 1.0 if both else value("rope.scaling.attn_factor") or 1.0,
+                   **{f"{name}_factor": tables[both or f"rope_factors_{name}"] for name in ("short", "long")}}
         return {"rope_scaling": scaling, "original_max_position_embeddings": original}
-    elif kind == "linear" and factor:
+    if kind == "linear" and factor:
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and factor:
         scaling = _numbers(value)

@@ -1,5 +1,6 @@
 """GGUF files. `checkpoint/gguf.py` names their tensors as the model does its parameters, and makes this method's config."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ class _GGUF(Reader):
     def form(self, module: str, n: int, k: int) -> Form | None:
         if f"{module}.k" in self._kinds:
             return _absorbed(self._kinds[f"{module}.k"], self._kinds[f"{module}.v"], k)
-        stem, _, part = module.rpartition(".")
+        stem, _, part = re.sub(r"(?<=experts)[.][0-9]+", "", module).rpartition(".")
         kind = next((self._kinds[name] for name in (module, *(f"{stem}.{whole}" for whole in _WHOLE.get(part, ())))
                      if name in self._kinds), None)
         if kind is None:
