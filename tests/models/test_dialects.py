@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
@@ -20,6 +21,7 @@ from penstock.cli.info import as_text, survey
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ModelError
 from penstock.models import describe, load
+from penstock.models.caching import stated
 from penstock.models.registry import checkpoint_of
 from penstock.models.translated import Translated
 from penstock.ops import coded_cpu
@@ -27,6 +29,7 @@ from penstock.ops.registry import bind
 from penstock.platform.facts import detect
 from penstock.quant.dialects import reader
 from penstock.quant.scheme import Factored
+from tests.models.harness import Runner, open_model
 
 ASSETS = Path(__file__).parent.parent / "assets" / "quantized"
 FOLDERS = sorted(path.name for path in ASSETS.iterdir())
@@ -569,3 +572,66 @@ def test_codes_of_bitsandbytes_stored_as_bfloat16(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     found, wanted = matrices(tmp_path, torch.float32), matrices(folder, torch.float32)
     assert len(found) == 7 and all(torch.equal(found[name], matrix) for name, matrix in wanted.items())
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_activations_beside_four_bits(kind: str, tmp_path: Path) -> None:
+    """W4A8 of compressed-tensors: inputs of each matrix are rounded token by token, as its own forward pass does."""
+    given = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64)
+    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    given["config_groups"]["group_0"]["input_activations"] = inputs
+    decoded = written(tmp_path, given, packed_int4)
+    weights = {name: tensor.float() for name, tensor in load_file(tmp_path / "model.safetensors").items()
+               if any(part in name for part in ("norm", "lm_head", "embed"))}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, "dtype": "float32"})).eval()
+    model.load_state_dict({**weights, **{name: torch.from_numpy(matrix) for name, matrix in decoded.items()}})
+
+    def rounded(_module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        scale = args[0].abs().amax(-1, keepdim=True) / (127.5 if kind == "int" else 448.0)
+        codes = args[0] / scale
+        return ((codes.round().clamp(-128, 127) if kind == "int" else codes.to(torch.float8_e4m3fn).float()) * scale,)
+
+    prompt = list(range(3, 40))
+    found = Runner(open_model(tmp_path)).prompt(0, prompt)
+    with torch.inference_mode():
+        plain = model(torch.tensor([prompt])).logits[0]
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                module.register_forward_pre_hook(rounded)
+        expected = model(torch.tensor([prompt])).logits[0]
+    assert (found - expected).norm() < 0.05 * (plain - expected).norm()
+
+
+def test_what_a_config_asks_of_activations_is_done_or_refused() -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}}
+    whole = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    name, token = "model.layers.0.mlp.up_proj", {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+    for inputs, module, said in (({**token, "dynamic": False, "strategy": "tensor"}, name, "possible are dynamic scales"),
+                                 ({**token, "num_bits": 4}, name, "num_bits is 4; possible are 8"),
+                                 (token, "model.layers.0.mlp.experts.3.up_proj", "and no experts"),
+                                 ({**token, "symmetric": False}, name, "symmetric false")):
+        read = reader({**whole, "config_groups": {"group_0": {**group, "input_activations": inputs}}})
+        with pytest.raises(ModelError, match=said):
+            read.form(module, 256, 256)
+    with pytest.raises(ModelError, match="a group has input_activations and no weights"):
+        reader({**whole, "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": token}}})
+    rows = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    read = reader({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": rows, "input_activations": {**token, "type": "float"}}}})
+    with pytest.raises(ModelError, match="type is 'float'; possible are 'int'"):
+        read.form(name, 256, 256)
+    with pytest.raises(ModelError, match="act_bits is 8; possible are 16, 32"):
+        reader({"quant_method": "auto-round", "bits": 4, "group_size": 128, "act_bits": 8})
+
+
+def test_modelopt_with_a_cache_alone(tmp_path: Path) -> None:
+    """Weights are plain, keys and values FP8."""
+    given = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    assert reader(given).form("model.layers.0.mlp.up_proj", 256, 256) is None
+    with pytest.raises(ModelError, match="quant_algo is 'NONE'"):
+        reader({"quantization": {"quant_algo": None}})
+    matrices = written(tmp_path, given, lambda _name, shape, random: (
+        {"weight": torch.from_numpy(random.standard_normal(shape) * 0.1).half()}, np.zeros(shape)))
+    assert matrices
+    assert stated({"quantization_config": given}) == "fp8"
+    assert len(greedy(tmp_path, [5, 9, 2, 80], 8)) == 8

@@ -167,6 +167,19 @@ def test_metadata_of_other_types_is_refused() -> None:
             config_of([replace(file, metadata={**file.metadata, f"{name}.{key}": given})])
 
 
+def test_metadata_that_an_architecture_needs(tmp_path: Path) -> None:
+    path = tmp_path / "bare.gguf"
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    writer.add_block_count(2)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"bare\.gguf: the metadata lacks a number that deepseek2 needs"):
+        resolve_folder(str(path))
+
+
 def test_other_architectures_and_vocabularies_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rwkv.gguf"
     length = (5).to_bytes(8, "little")

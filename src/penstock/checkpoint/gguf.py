@@ -217,11 +217,6 @@ def _gemma3(value: Values) -> dict[str, Any]:
             **({"sliding_window_pattern": 1} if not value("attention.sliding_window") else {})}
 
 
-def _gpt2(value: Values) -> dict[str, Any]:
-    return {"n_positions": value("context_length"), "n_inner": value("feed_forward_length"),
-            "multi_query": value("attention.head_count_kv") == 1}
-
-
 def _deepseek(value: Values) -> dict[str, Any]:
     """In newer files keys and values are those of one head, the latents; lengths of whole heads have keys of their own."""
     turned, groups = value("rope.dimension_count"), value("expert_group_count") or 1
@@ -235,30 +230,12 @@ def _deepseek(value: Values) -> dict[str, Any]:
 
 
 def _yarn(value: Values, **more: Any) -> dict[str, Any]:
-    """YaRN with more than its usual numbers."""
-    return {"rope_parameters": _numbers(value, **more)} if value("rope.scaling.type") == "yarn" else {}
-
-
-def _numbers(value: Values, **more: Any) -> dict[str, Any]:
-    """Those of YaRN; values of None are left out."""
+    """YaRN, perhaps with more than its usual numbers; values of None are left out."""
     found = {"rope_type": "yarn", "factor": value("rope.scaling.factor"), "beta_fast": value("rope.scaling.yarn_beta_fast"),
              "beta_slow": value("rope.scaling.yarn_beta_slow"), "original_max_position_embeddings": value(
                  "rope.scaling.original_context_length") or value("context_length"), **more}
-    return {name: one for name, one in found.items() if one is not None}
-
-
-def _falcon(value: Values) -> dict[str, Any]:
-    return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "num_kv_heads": value("attention.head_count_kv")}
-
-
-def _mpt(value: Values) -> dict[str, Any]:
-    return {"max_seq_len": value("context_length"), "attn_config": {
-        "clip_qkv": value("attention.clamp_kqv") or None, "alibi_bias_max": int(value("attention.max_alibi_bias") or 0)}}
-
-
-def _chatglm(value: Values) -> dict[str, Any]:
-    ratio = (value("rope.freq_base") or 1e4) / 1e4
-    return {"kv_channels": _head_size(value), "multi_query_attention": True, "rope_ratio": ratio}
+    found = {name: one for name, one in found.items() if one is not None}
+    return {"rope_parameters": found} if value("rope.scaling.type") == "yarn" and "factor" in found else {}
 
 
 def _minicpm(value: Values) -> dict[str, Any]:
@@ -275,83 +252,74 @@ def _head_size(value: Values) -> int:
     return given[0] or given[1] // (given[2] or 1)
 
 
-_SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 _SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-           "expert_shared_feed_forward_length": "shared_intermediate_size"}
-_LATENT = {"attention.kv_lora_rank": "kv_lora_rank"}
+           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 
 ARCHITECTURES = {
     **{name: Architecture(f"{family}ForCausalLM") for name, family in {
         "qwen2": "Qwen2", "qwen2vl": "Qwen2", "qwen2moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3vl": "Qwen3", "olmoe": "Olmoe",
         "phi2": "Phi", "phimoe": "Phimoe", "starcoder2": "Starcoder2", "minimax-m2": "MiniMaxM2", "dots1": "Dots1",
         "hunyuan-dense": "HunYuanDenseV1", "ernie4_5": "Ernie4_5", "jais2": "Jais2", "exaone": "Llama",
-        "exaone4": "Exaone4"}.items()},
+        "exaone4": "Exaone4", "gptneox": "GPTNeoX", "stablelm": "StableLm", "command-r": "Cohere",
+        "cohere2": "Cohere2", "bloom": "Bloom", "hunyuan-moe": "HunYuanMoEV1", "ernie4_5-moe": "Ernie4_5_Moe",
+        "exaone-moe": "ExaoneMoe"}.items()},
     **{name: Architecture(f"{family}ForCausalLM", permuted=True) for name, family in {
-        "smollm3": "SmolLM3", "arcee": "Arcee", "internlm2": "InternLM2", "baichuan": "Baichuan", "xverse": "Llama"}.items()},
+        "olmo": "Olmo", "smollm3": "SmolLM3", "arcee": "Arcee", "internlm2": "InternLM2",
+        "baichuan": "Baichuan", "xverse": "Llama"}.items()},
     "llama": Architecture("LlamaForCausalLM", permuted=True, more=lambda value: {
         "architectures": ["MixtralForCausalLM"]} if value("expert_count") else {}),
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture("Qwen3MoeForCausalLM", more=lambda _: {"norm_topk_prob": True})),
     "gemma": Architecture("GemmaForCausalLM", norms_up=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", keys=_SOFTCAPS, more=_gemma, norms_up=True),
-    "gemma3": Architecture("Gemma3ForCausalLM", keys=_SOFTCAPS, more=_gemma3, norms_up=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", more=_gemma, norms_up=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, norms_up=True),
     "nemotron": Architecture("NemotronForCausalLM", norms_up=True),
     "granite": Architecture("GraniteForCausalLM", keys=_SCALES, permuted=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=_SCALES, permuted=True),
-    "olmo": Architecture("OlmoForCausalLM", keys={"attention.clamp_kqv": "clip_qkv"}, permuted=True),
     "olmo2": Architecture("Olmo2ForCausalLM", more=lambda value: {
         "architectures": ["Olmo3ForCausalLM"]} if value("attention.sliding_window") else {}),
     "phi3": Architecture("Phi3ForCausalLM", _MERGED), "glm4": Architecture("Glm4ForCausalLM", _MERGED),
-    "chatglm": Architecture("ChatGLMModel", _MERGED, {
-        "attention.layer_norm_rms_epsilon": "layernorm_epsilon", "feed_forward_length": "ffn_hidden_size",
-        "attention.head_count_kv": "multi_query_group_num", "context_length": "seq_length", "block_count": "num_layers"},
-        _chatglm),
+    "chatglm": Architecture("ChatGLMModel", _MERGED, more=lambda value: {
+        "kv_channels": _head_size(value), "multi_query_attention": True, "rope_ratio": (value("rope.freq_base") or 1e4) / 1e4}),
     "glm4moe": Architecture("Glm4MoeForCausalLM", _SECOND), "seed_oss": Architecture("SeedOssForCausalLM", _SECOND),
-    **{name: Architecture(f"{family}ForCausalLM", keys={"logit_scale": "logit_scale"})
-       for name, family in (("command-r", "Cohere"), ("cohere2", "Cohere2"))},
-    "gpt2": Architecture("GPT2LMHeadModel", more=_gpt2), "starcoder": Architecture("GPTBigCodeForCausalLM", more=_gpt2),
-    **{name: Architecture(f"{family}ForCausalLM", keys={"use_parallel_residual": "use_parallel_residual"})
-       for name, family in (("gptneox", "GPTNeoX"), ("stablelm", "StableLm"))},
-    "bloom": Architecture("BloomForCausalLM", keys={"context_length": "seq_length"}),
-    "falcon": Architecture("FalconForCausalLM", keys={"feed_forward_length": "ffn_hidden_size"}, more=_falcon),
-    "mpt": Architecture("MptForCausalLM", more=_mpt),
+    "gpt2": Architecture("GPT2LMHeadModel"), "starcoder": Architecture("GPTBigCodeForCausalLM", more=lambda value: {
+        "multi_query": value("attention.head_count_kv") == 1}),
+    "falcon": Architecture("FalconForCausalLM", more=lambda _: {
+        "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    "mpt": Architecture("MptForCausalLM", more=lambda value: {"attn_config": {
+        "clip_qkv": value("attention.clamp_kqv") or None, "alibi_bias_max": int(value("attention.max_alibi_bias") or 0)}}),
     "minicpm": Architecture("MiniCPMForCausalLM", more=_minicpm, permuted=True),
-    "minicpm3": Architecture("MiniCPM3ForCausalLM", keys=_LATENT, more=lambda value: {
+    "minicpm3": Architecture("MiniCPM3ForCausalLM", more=lambda value: {
         **_minicpm(value), **_deepseek(value), "v_head_dim": value("embedding_length") // value("attention.head_count")}),
-    "deepseek2": Architecture("DeepseekV3ForCausalLM", keys=_LATENT, more=lambda value: {**_deepseek(value), **_yarn(
+    "deepseek2": Architecture("DeepseekV3ForCausalLM", more=lambda value: {**_deepseek(value), **_yarn(
         value, **dict.fromkeys(("mscale", "mscale_all_dim"), 10 * (value("rope.scaling.yarn_log_multiplier") or 0) or None))}),
     "gpt-oss": Architecture("GptOssForCausalLM", _SECOND, more=lambda value: _yarn(value, truncate=False)),
     "mistral3": Architecture("Ministral3ForCausalLM", permuted=True, more=lambda value: _yarn(
         value, llama_4_scaling_beta=value("attention.temperature_scale"))),
-    "llama4": Architecture("Llama4ForCausalLM", keys={
-        "interleave_moe_layer_step": "interleave_moe_layer_step", "feed_forward_length": "intermediate_size_mlp",
-        "expert_feed_forward_length": "intermediate_size"}, more=lambda value: {"use_qk_norm": value("expert_count") != 128}),
-    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", keys={
-        "expert_used_count": "moe_topk", "expert_shared_count": "num_shared_expert"}),
-    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", keys={
-        "expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
-        "leading_dense_block_count": "moe_layer_start_index", "interleave_moe_layer_step": "moe_layer_interval"}),
-    "exaone-moe": Architecture("ExaoneMoeForCausalLM", keys={"expert_shared_count": "num_shared_experts"}),
-    "afmoe": Architecture("AfmoeForCausalLM", keys={
-        "leading_dense_block_count": "num_dense_layers", "expert_shared_count": "num_shared_experts",
-        "expert_weights_scale": "route_scale"}, more=lambda _: {"mup_enabled": True})}
+    "llama4": Architecture("Llama4ForCausalLM", keys={"expert_feed_forward_length": "intermediate_size"}, more=lambda value: {
+        "use_qk_norm": value("expert_count") != 128}),
+    "afmoe": Architecture("AfmoeForCausalLM", more=lambda _: {"mup_enabled": True})}
 
 COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
           "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
           "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
           "attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
-_OFTEN = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-          "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
-          "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "expert_group_count": "n_group",
-          "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
-          "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace"}
-"""Keys of several architectures."""
+_OFTEN = {
+    "context_length": "n_positions max_seq_len seq_length",
+    "feed_forward_length": "n_inner ffn_hidden_size intermediate_size_mlp", "block_count": "num_layers", "attention.head_count_kv": "num_kv_heads multi_query_group_num",
+    "attention.layer_norm_rms_epsilon": "layernorm_epsilon", "attention.layer_norm_epsilon":
+        "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok moe_topk moe_k", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor route_scale", "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace num_dense_layers moe_layer_start_index",
+    "interleave_moe_layer_step": "interleave_moe_layer_step moe_layer_interval", "attention.kv_lora_rank": "kv_lora_rank",
+    "use_parallel_residual": "use_parallel_residual", "attention.clamp_kqv": "clip_qkv", "logit_scale": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+"""Keys, and the names that configs of one family or another have for them."""
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\.attn_rot_embd|.*\.nextn\..*")
 """Tables of rotations, which are read into the config, and what only drafting needs."""
-
-
-_VECTORS = ("mlp.correction", ".q_norm.weight", ".k_norm.weight")
-"""Parameters that are vectors, whatever shape files give them."""
 
 
 def architecture(metadata: Mapping[str, Any]) -> Architecture:
@@ -372,7 +340,7 @@ def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
     name = arch.place(entry.name)
     if name is None:
         raise ModelError(f"tensor {entry.name} {list(entry.shape)} has no place in {arch.family}")
-    if name.endswith(_VECTORS):
+    if name.endswith(("mlp.correction", ".q_norm.weight", ".k_norm.weight")):
         return [(name, replace(entry, shape=(math.prod(entry.shape),)))]
     if name.endswith("experts.gate_up.weight"):
         return [(name, replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1])))]
@@ -386,6 +354,15 @@ def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
 
 def config_of(files: Sequence[File]) -> dict[str, Any]:
     """config.json, with `quantization_config` for the reader `quant/dialects/gguf.py`. ModelError: what cannot be run."""
+    try:
+        return _config(files)
+    except (TypeError, ArithmeticError) as error:
+        name = files[0].metadata["general.architecture"]
+        raise ModelError(f"{files[0].path}: the metadata lacks a number that {name} needs, or has something else for it: "
+                         f"{error}") from None
+
+
+def _config(files: Sequence[File]) -> dict[str, Any]:
     metadata = files[0].metadata
     arch, prefix = architecture(metadata), metadata["general.architecture"]
     tensors = {name: (file, entry) for file in files for name, entry in file.tensors.items()}
@@ -403,15 +380,13 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
                               "tie_word_embeddings": "output.weight" not in tensors, "dtype": _dtype(
                                   entry for _, entry in tensors.values()),
                               "sliding_window": value("attention.sliding_window") or None}
-    for key, name in {**COMMON, **_OFTEN, **arch.keys}.items():
-        if value(key) is not None:
-            config[name] = value(key)
+    for key, names in (*COMMON.items(), *_OFTEN.items(), *arch.keys.items()):
+        config |= {name: value(key) for name in names.split() if value(key) is not None}
     if isinstance(sliding, list):
         config["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in sliding[:arch.blocks]]
-    size, eps = _head_size(value), value("attention.layer_norm_epsilon")
+    size = _head_size(value)
     rotated = value("rope.dimension_count") or size
     config = {"head_dim": size, "partial_rotary_factor": rotated / size if size else 1.0, **config}
-    config |= {name: eps for name in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps") if eps is not None}
     config |= _rotation(value, tensors)
     listed = [pair for _, entry in tensors.values() for pair in renamed(arch, entry)]
     config |= _facts({name for name, _ in listed}) | arch.more(value)
@@ -429,14 +404,11 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
 
 def _facts(names: set[str]) -> dict[str, bool]:
     """Which vectors there are, under the names that families have for that."""
-    def has(*endings: str) -> bool:
-        return any(name.endswith(endings) for name in names)
-
-    bias = has(".q.bias", ".qkv.bias", ".kv_a.bias")
+    ends = {".".join(name.split(".")[-2:]) for name in names}
+    bias, inner = bool(ends & {"q.bias", "qkv.bias", "kv_a.bias"}), "down.bias" in ends
     found = dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias"), bias)
-    return found | {"attention_out_bias": has(".o.bias"), "mlp_bias": has("mlp.down.bias"), "lm_head_bias": has("head.bias"),
-                    "use_bias": bias or has("mlp.down.bias"),
-                    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), has(".q_norm.weight"))}
+    return found | {"attention_out_bias": "o.bias" in ends, "mlp_bias": inner, "lm_head_bias": "head.bias" in ends,
+                    "use_bias": bias or inner, **dict.fromkeys(("use_qk_norm", "qk_layernorm"), "q_norm.weight" in ends)}
 
 
 def _dtype(entries: Any) -> str:
@@ -460,10 +432,8 @@ def _rotation(value: Values, tensors: Mapping[str, tuple[File, Entry]]) -> dict[
         return {"rope_scaling": scaling, "original_max_position_embeddings": original}
     if kind == "linear" and factor:
         scaling = {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn" and factor:
-        scaling = _numbers(value)
     elif kind in (None, "none", "linear", "yarn", "longrope"):
-        return {}
+        return _yarn(value)
     else:
         raise ModelError(f"rope.scaling.type is {kind!r}; possible are none, linear, yarn and longrope")
     return {"rope_scaling": scaling}

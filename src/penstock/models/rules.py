@@ -32,7 +32,7 @@ class Rule:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        text = re.escape(self.source).replace(r"\[", "(?:").replace(r"\]", ")?").replace(r"\*\*", ".+")
+        text = re.escape(self.source).replace(r"\[", "(?:").replace(r"\]", ")?")
         return re.compile(_with_groups(text))
 
     def match(self, name: str) -> str | None:
@@ -50,17 +50,7 @@ class Rule:
         return None if found is None else _filled(re.sub(r"\[[^]]*\]", "", self.source), found)
 
 
-class _Own(Rule):
-    """Names are those of parameters already."""
-
-    def match(self, name: str) -> str | None:
-        return name
-
-    def name_of(self, target: str) -> str | None:
-        return target
-
-
-OWN = (_Own("**", "**"),)
+OWN = (Rule("**", "**"),)
 """For checkpoints whose tensors have the names of parameters."""
 
 
@@ -69,7 +59,7 @@ def usual(rules: Sequence[Rule], parameter: str) -> str | None:
     return next((found for rule in rules if (found := rule.name_of(parameter)) is not None), None)
 
 
-_WILD = {"#": ("layer", "[0-9]+"), "@": ("expert", "[0-9]+"), "*": ("name", "[^.]+")}
+_WILD = {"**": ("rest", ".+"), "#": ("layer", "[0-9]+"), "@": ("expert", "[0-9]+"), "*": ("name", "[^.]+")}
 """The wild cards: the group that each is in a regular expression, and its text."""
 
 

@@ -14,15 +14,16 @@ FP8_MAX = 448.0
 GROUP = 128
 
 
-def rounded(x: torch.Tensor, activation: Activation, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [T, k] rounded to codes of `dtype` (FP8 or int8) times a scale, in x's dtype."""
+def rounded(x: torch.Tensor, activation: Activation, scale: torch.Tensor | None, dtype: torch.dtype,
+            peak: float = 0.0) -> torch.Tensor:
+    """x [T, k] rounded to codes of `dtype` (FP8 or int8) times a scale, in x's dtype. `peak`: of codes, if not usual."""
     if activation == "none":
         return x
     groups, least, most = blocks(x, GROUP if activation == "group" else x.shape[-1]).float(), -FP8_MAX, FP8_MAX
     if dtype is torch.int8:
         least, most = -128.0, 127.0
     if scale is None:
-        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (peak or most)
     codes = groups / scale
     codes = (torch.round(codes) if dtype is torch.int8 else codes).clamp(least, most).to(dtype)
     return (codes.float() * scale).to(x.dtype).flatten(-2)[..., :x.shape[-1]].contiguous()

@@ -48,10 +48,13 @@ class Grouped(Weights):
     scales: str = "float16"
     ordered: bool = False
     """The columns are sorted by group (GPTQ's act-order): stored column j is input order[j]."""
+    activation: activations.Activation = "none"
+    rounding: str = "int8"
+    """The type to which activations are rounded, if they are."""
 
     @property
     def name(self) -> str:
-        return f"int{self.bits}g{self.group}" if self.group else f"int{self.bits}row"
+        return f"int{self.bits}{f'g{self.group}' if self.group else 'row'}{'' if self.activation == 'none' else 'a8'}"
 
     @property
     def grain(self) -> tuple[int, int]:
@@ -65,6 +68,11 @@ class Grouped(Weights):
         if self.ordered:
             found.append(Part("order", (k,), "int32", None, 0))
         return tuple(found)
+
+    def inputs(self, x: torch.Tensor, _parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        # compressed-tensors divides by half of the range of int8, whose least code is one more.
+        peak = 127.5 if self.rounding == "int8" else 0.0
+        return activations.rounded(x, self.activation, None, getattr(torch, self.rounding), peak)
 
     def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         x, k = matrix.float(), matrix.shape[-1]

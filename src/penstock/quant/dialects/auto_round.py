@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.core.errors import ModelError
 from penstock.quant.dialects import awq, gptq
-from penstock.quant.form import Form, Reader, named
+from penstock.quant.form import Form, Reader, named, setting
 
 METHODS = ("auto-round", "auto_round", "intel/auto-round")
 
@@ -20,6 +20,7 @@ class _AutoRound(Reader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         # Before there was packing_format, the backend named the packing, perhaps with a kernel behind it.
+        setting(config, "act_bits", (16, 32), 16)
         packing = str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")
         kind = packing.removeprefix("auto_round:").partition(":")[0]
         if kind not in (*_ZEROS, "awq", "auto_awq"):

@@ -3,6 +3,7 @@
 `kv_cache_scheme` and its scales concern the cache (`models/caching.py`)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,10 +74,8 @@ def int8_rows(n: int, k: int, activation: Activation) -> Form:
         *(Given(name, ("int8", "int32"), optional=True) for name in zeros)), parts, {"weight": "weight"})
 
 
-def _integers(n: int, k: int, strategy: str, group: int, activation: Activation, dtype: str) -> Form:
-    """int8 codes as they are: a scale for each row, or for each group."""
-    if strategy != "group":
-        return int8_rows(n, k, activation)
+def _by_groups(n: int, k: int, group: int, dtype: str) -> Form:
+    """int8 codes as they are, with a scale for each group."""
     return Form(Grouped(8, group, scales=dtype), (
         Given("weight", ("int8",), ((n, k),)), Given("weight_scale", FLOATS, ((n, -(-k // group)),)),
         Given("weight_zero_point", ("int8",), optional=True)),
@@ -106,7 +105,10 @@ class _CompressedTensors(Reader):
         self._format = setting(config, "format", (*_FORMATS, "mixed-precision"), "dense")
         self._dtype = str(config.get("model_dtype", "bfloat16"))
         self._ignored = config.get("ignore") or []
-        self._groups = [group for group in (config.get("config_groups") or {}).values() if group.get("weights")]
+        groups = list((config.get("config_groups") or {}).values())
+        self._groups = [group for group in groups if group.get("weights")]
+        if any(group.get("input_activations") and not group.get("weights") for group in groups):
+            raise ModelError("quantization_config: a group has input_activations and no weights; possible are both")
         if config.get("sparsity_config"):
             kind = config["sparsity_config"].get("format")
             if kind not in (None, "dense"):
@@ -120,15 +122,15 @@ class _CompressedTensors(Reader):
             return None
         for group in self._groups:
             if named(module, [target for target in group["targets"] if target != "Linear"]):
-                return self._of(group, n, k)
+                return self._of(group, module, n, k)
         if "embed" in module.rpartition(".")[2]:
             return None
         linear = next((group for group in self._groups if "Linear" in group["targets"]), None)
         if linear is None or (outside_linears(module) and not module.endswith("lm_head")):
             return None
-        return self._of(linear, n, k)
+        return self._of(linear, module, n, k)
 
-    def _of(self, group: Mapping[str, Any], n: int, k: int) -> Form | None:
+    def _of(self, group: Mapping[str, Any], module: str, n: int, k: int) -> Form | None:
         weights, kind = group["weights"], group.get("format") or self._format
         bits = setting(weights, "num_bits", (2, 3, 4, 8), 8)
         floating = setting(weights, "type", ("int", "float"), "int") == "float"
@@ -142,7 +144,7 @@ class _CompressedTensors(Reader):
         if floating and strategy == "group" and size == 32:
             return mxfp(n, k, bits, "weight_packed" if bits == 4 else "weight")
         if floating and bits == 8:
-            activation = _activation(group.get("input_activations"))
+            activation = _activation(group.get("input_activations"), "float")
             if strategy == "block":
                 block = weights.get("block_structure") or (128, 128)
                 block = [int(size) for size in block.split("x")] if isinstance(block, str) else block
@@ -150,17 +152,36 @@ class _CompressedTensors(Reader):
             if strategy in ("tensor", "channel"):
                 return by_rows(n, k, activation)
         elif not floating and kind == "pack-quantized" and strategy in ("group", "channel"):
-            return _packed(n, k, bits, size, symmetric=symmetric, dtype=self._dtype,
-                           ordered=weights.get("actorder") in ("group", "dynamic", True))
+            return _rounded(_packed(n, k, bits, size, symmetric=symmetric, dtype=self._dtype,
+                                    ordered=weights.get("actorder") in ("group", "dynamic", True)), module, group)
         elif not floating and bits == 8 and symmetric and strategy in ("tensor", "channel", "group"):
-            return _integers(n, k, strategy, size, _activation(group.get("input_activations")), self._dtype)
+            if strategy == "group":
+                return _rounded(_by_groups(n, k, size, self._dtype), module, group)
+            return int8_rows(n, k, _activation(group.get("input_activations"), "int"))
         raise ModelError(f"quantization_config: format {kind!r} with weights of {bits} bits, type {weights.get('type')!r}, "
                          f"strategy {strategy!r}, symmetric {symmetric} is not known; formats are {', '.join(_FORMATS)}")
 
 
-def _activation(given: Mapping[str, Any] | None) -> Activation:
+def _rounded(form: Form, module: str, group: Mapping[str, Any]) -> Form:
+    """With inputs of 8 bits, if the group asks for them."""
+    given = group.get("input_activations")
+    if given is None:
+        return form
+    kind = setting(given, "type", ("int", "float"), "int")
+    activation = _activation(given, kind)
+    if activation == "tensor" or ".experts." in module:
+        raise ModelError(f"quantization_config: {module} has {form.scheme.name} beside input_activations {dict(given)}; "
+                         "possible are dynamic scales for each token, and no experts")
+    assert isinstance(form.scheme, Grouped)
+    rounding = "int8" if kind == "int" else "float8_e4m3fn"
+    return replace(form, scheme=replace(form.scheme, activation=activation, rounding=rounding))
+
+
+def _activation(given: Mapping[str, Any] | None, kind: str) -> Activation:
     if given is None:
         return "none"
+    setting(given, "num_bits", (8,), 8)
+    setting(given, "type", (kind,), kind)
     if not given.get("symmetric", True):
         raise ModelError("quantization_config: input_activations with symmetric false are not supported; possible is true")
     strategy = setting(given, "strategy", ("token", "tensor", "group"), "tensor")

@@ -22,11 +22,7 @@ Adjust = Callable[[torch.Tensor], torch.Tensor]
 
 def _rows_of_halves(heads: int) -> Adjust:
     """Rows (head, pair, half) as llama.cpp rotates them, back to (head, half, pair)."""
-    def adjust(tensor: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
-        return found
-
-    return adjust
+    return lambda tensor: tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
 
 
 def _absorbed(keys: str, values: str, rank: int) -> Form:

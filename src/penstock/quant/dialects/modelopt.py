@@ -27,7 +27,8 @@ class _ModelOpt(Reader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         config = config.get("quantization", config)
-        self._algorithm = _algorithm(config, _ALGORITHMS)
+        only_cache = config.get("quant_algo") is None and (config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"))
+        self._algorithm = None if only_cache else _algorithm(config, _ALGORITHMS)
         self._plain = [*(config.get("exclude_modules") or []), *(config.get("ignore") or [])]
         self._group = int(config.get("group_size") or 128)
         self._layers: Mapping[str, Any] = config.get("quantized_layers") or {}
@@ -39,7 +40,7 @@ class _ModelOpt(Reader):
             if found is None:
                 return None
             algorithm, group = _algorithm(found, _ALGORITHMS[:-1]), int(found.get("group_size") or 128)
-        elif named(module, self._plain) or (outside_linears(module) and not module.endswith("lm_head")):
+        elif algorithm is None or named(module, self._plain) or (outside_linears(module) and not module.endswith("lm_head")):
             return None
         if algorithm == "FP8":
             return by_rows(n, k, "tensor")
