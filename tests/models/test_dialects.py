@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.checkpoint import read_config
+from penstock.checkpoint.tensors import read_headers
 from penstock.cli.info import as_text, survey
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ModelError
 from penstock.models import describe, load
-from penstock.models.caching import stated
+from penstock.models.caching import stated, stored
 from penstock.models.registry import checkpoint_of
 from penstock.models.translated import Translated
 from penstock.ops import coded_cpu
@@ -481,6 +482,27 @@ def test_zeros_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
         greedy(tmp_path, [5], 1)
 
 
+@pytest.mark.parametrize(("name", "changes"), [
+    ("gptq-4", {"group_size": "128x"}), ("gptq-4", {"dynamic": ["-:x"]}), ("gptq-4", {"dynamic": {"-:(": {}}}),
+    ("fp8-block", {"weight_block_size": [0, 128]}), ("compressed-int4", {"config_groups": [{}]}),
+    ("compressed-int4", {"config_groups": {"a": {"weights": {"num_bits": 4}}}}), ("compressed-int4", {"ignore": ["re:("]}),
+    ("compressed-int4", {"config_groups": {"a": {"targets": ["Linear"], "weights": "int4"}}})])
+def test_values_of_another_kind_are_refused(name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"quantization_config: a value is not what [\w-]+ has in its place: \w+\("):
+        describe({**LLAMA, "quantization_config": {**FORMULAS[name][0], **changes}})
+
+
+def test_quarks_scales_of_a_cache(tmp_path: Path) -> None:
+    """They are named as scales of the outputs of keys and values."""
+    written(tmp_path, *FORMULAS["quark-fp8"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("k_scale")}
+    save_file({**tensors, **{f"model.layers.{layer}.self_attn.{part}_proj.output_scale": torch.tensor(0.05)
+                             for layer in range(2) for part in "kv"}}, tmp_path / "model.safetensors")
+    assert stored(read_headers(tmp_path)) == {"0": pytest.approx([0.05, 0.05]), "1": pytest.approx([0.05, 0.05])}
+    assert len(greedy(tmp_path, [5, 9, 2, 80], 4, kv_cache_dtype="fp8")) == 4
+
+
 @pytest.mark.parametrize(("name", "suffix", "tensor", "said"), [
     ("quark-int8", "weight_zero_point", torch.ones(128, dtype=torch.int8), "weight_zero_point differs from 0"),
     ("quark-int8", "input_zero_point", torch.tensor(3, dtype=torch.int8), "input_zero_point differs from 0"),
@@ -613,13 +635,15 @@ def test_what_a_config_asks_of_activations_is_done_or_refused() -> None:
         read = reader({**whole, "config_groups": {"group_0": {**group, "input_activations": inputs}}})
         with pytest.raises(ModelError, match=said):
             read.form(module, 256, 256)
-    with pytest.raises(ModelError, match="a group has input_activations and no weights"):
+    with pytest.raises(ModelError, match="a group has no weights, or output_activations"):
         reader({**whole, "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": token}}})
     rows = {"num_bits": 8, "type": "int", "strategy": "channel"}
     read = reader({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": rows, "input_activations": {**token, "type": "float"}}}})
     with pytest.raises(ModelError, match="type is 'float'; possible are 'int'"):
         read.form(name, 256, 256)
+    with pytest.raises(ModelError, match="rotation is 'hadamard'"):
+        reader({"quant_method": "gptq", "bits": 4, "group_size": 128, "rotation": "hadamard"})
     with pytest.raises(ModelError, match="act_bits is 8; possible are 16, 32"):
         reader({"quant_method": "auto-round", "bits": 4, "group_size": 128, "act_bits": 8})
 

@@ -204,16 +204,16 @@ class Architecture:
 
 def _gemma(value: Values) -> dict[str, Any]:
     # Of the 27B alone (46 layers in Gemma 2, 62 in Gemma 3) the scale is not that of the head's size.
-    large = value("block_count") in (46, 62)
-    return {"query_pre_attn_scalar": value("embedding_length") // value("attention.head_count") if large else _head_size(value)}
+    return {"query_pre_attn_scalar": value("embedding_length") // value("attention.head_count")
+            if value("block_count") in (46, 62) else _head_size(value)}
 
 
 def _gemma3(value: Values) -> dict[str, Any]:
     full, scaling = {"rope_theta": value("rope.freq_base") or 1e6}, value("rope.scaling.factor")
     if scaling and value("rope.scaling.type") == "linear":
         full |= {"rope_type": "linear", "factor": scaling}
-    local = {"rope_theta": value("rope.freq_base_swa") or 1e4}
-    return {**_gemma(value), "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    return {**_gemma(value), "rope_parameters": {
+        "full_attention": full, "sliding_attention": {"rope_theta": value("rope.freq_base_swa") or 1e4}},
             **({"sliding_window_pattern": 1} if not value("attention.sliding_window") else {})}
 
 
@@ -269,10 +269,9 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", permuted=True, more=lambda value: {
         "architectures": ["MixtralForCausalLM"]} if value("expert_count") else {}),
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), Architecture("Qwen3MoeForCausalLM", more=lambda _: {"norm_topk_prob": True})),
-    "gemma": Architecture("GemmaForCausalLM", norms_up=True),
+    "gemma": Architecture("GemmaForCausalLM", norms_up=True), "nemotron": Architecture("NemotronForCausalLM", norms_up=True),
     "gemma2": Architecture("Gemma2ForCausalLM", more=_gemma, norms_up=True),
     "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, norms_up=True),
-    "nemotron": Architecture("NemotronForCausalLM", norms_up=True),
     "granite": Architecture("GraniteForCausalLM", keys=_SCALES, permuted=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=_SCALES, permuted=True),
     "olmo2": Architecture("Olmo2ForCausalLM", more=lambda value: {
@@ -304,10 +303,10 @@ COMMON = {"context_length": "max_position_embeddings", "embedding_length": "hidd
           "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
           "attention.key_length": "head_dim", "rope.freq_base": "rope_theta"}
 _OFTEN = {
-    "context_length": "n_positions max_seq_len seq_length",
-    "feed_forward_length": "n_inner ffn_hidden_size intermediate_size_mlp", "block_count": "num_layers", "attention.head_count_kv": "num_kv_heads multi_query_group_num",
-    "attention.layer_norm_rms_epsilon": "layernorm_epsilon", "attention.layer_norm_epsilon":
-        "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", "expert_count": "num_experts",
+    "context_length": "n_positions max_seq_len seq_length", "block_count": "num_layers", "expert_count": "num_experts",
+    "feed_forward_length": "n_inner ffn_hidden_size intermediate_size_mlp",
+    "attention.head_count_kv": "num_kv_heads multi_query_group_num", "attention.layer_norm_rms_epsilon": "layernorm_epsilon",
+    "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps",
     "expert_used_count": "num_experts_per_tok moe_topk moe_k", "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size",
@@ -357,9 +356,8 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
     try:
         return _config(files)
     except (TypeError, ArithmeticError) as error:
-        name = files[0].metadata["general.architecture"]
-        raise ModelError(f"{files[0].path}: the metadata lacks a number that {name} needs, or has something else for it: "
-                         f"{error}") from None
+        raise ModelError(f"{files[0].path}: the metadata lacks a number that {files[0].metadata['general.architecture']} "
+                         f"needs, or has something else for it: {error}") from None
 
 
 def _config(files: Sequence[File]) -> dict[str, Any]:
@@ -385,8 +383,7 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
     if isinstance(sliding, list):
         config["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in sliding[:arch.blocks]]
     size = _head_size(value)
-    rotated = value("rope.dimension_count") or size
-    config = {"head_dim": size, "partial_rotary_factor": rotated / size if size else 1.0, **config}
+    config = {"head_dim": size, "partial_rotary_factor": (value("rope.dimension_count") or size) / (size or 1), **config}
     config |= _rotation(value, tensors)
     listed = [pair for _, entry in tensors.values() for pair in renamed(arch, entry)]
     config |= _facts({name for name, _ in listed}) | arch.more(value)
@@ -395,11 +392,8 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
     heads = [config.get("num_attention_heads"), config.get("num_key_value_heads", config.get("num_attention_heads"))]
     config["quantization_config"] = {"quant_method": "gguf", "kinds": kinds, "permuted": heads if arch.permuted else None,
                                      "norms_up": arch.norms_up}
-    for role in ("bos", "eos", "padding"):
-        token = metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if token is not None:
-            config[f"{role.replace('padding', 'pad')}_token_id"] = token
-    return config
+    return config | {f"{ours}_token_id": token for role, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))
+                     if (token := metadata.get(f"tokenizer.ggml.{role}_token_id")) is not None}
 
 
 def _facts(names: set[str]) -> dict[str, bool]:

@@ -101,8 +101,8 @@ class ExpertsSpec:
         if self.bias:
             # Every rank has all of them and takes its own.
             whole = self.divided[0] or inner
-            pieces = (replace(piece, name=piece.name.replace("weight", "bias"), rows=whole, unit=1) for piece in halves)
-            yield Parameter(f"{path}.gate_up.bias", (self.routing.experts * 2 * whole,), None, tuple(pieces))
+            biases = (Piece(f"{path}.{e}.{half}.bias", whole) for e in range(self.routing.experts) for half in ("gate", "up"))
+            yield Parameter(f"{path}.gate_up.bias", (self.routing.experts * 2 * whole,), None, tuple(biases))
         downs = tuple(Piece(f"{path}.{e}.down.weight", self.width) for e in range(count))
         yield Parameter(f"{path}.down.weight", (count * self.width, inner), PLAIN, downs, stack=count, picks=picks,
                         live=picks * 2 * self.width, **(dealt or {"split": Split.COLUMNS}), unit=self.width if dealt else unit)

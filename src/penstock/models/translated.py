@@ -86,7 +86,7 @@ def stored_dtype(name: str) -> torch.dtype:
 
 
 _CODES = {torch_name: code for code, torch_name in TORCH_NAMES.items()}
-_CACHE_SCALES = re.compile(r".*\.(k_scale|v_scale|q_scale|prob_output_scale|kv_cache_scale)")
+_CACHE_SCALES = re.compile(r".*\.(k_scale|v_scale|q_scale|prob_output_scale|kv_cache_scale|[kv]_proj\.output_scale)")
 """Scales of keys and values for a cache in FP8, which `models/caching.py` reads."""
 
 

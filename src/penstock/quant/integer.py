@@ -71,8 +71,7 @@ class Grouped(Weights):
 
     def inputs(self, x: torch.Tensor, _parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         # compressed-tensors divides by half of the range of int8, whose least code is one more.
-        peak = 127.5 if self.rounding == "int8" else 0.0
-        return activations.rounded(x, self.activation, None, getattr(torch, self.rounding), peak)
+        return activations.rounded(x, self.activation, None, getattr(torch, self.rounding), 127.5 * (self.rounding == "int8"))
 
     def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         x, k = matrix.float(), matrix.shape[-1]

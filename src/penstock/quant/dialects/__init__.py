@@ -5,7 +5,7 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -34,7 +34,17 @@ def reader(config: Mapping[str, Any]) -> Reader:
         possible = ", ".join(sorted(known.keys() - {"at-load"}))
         raise ModelError(f"quantization_config: quant_method is {method or None!r}; possible are {possible}. "
                          "Take a folder of another format, or the model's unquantized folder")
-    found: Reader = known[method].reader(config)
+
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            try:
+                return call(*given)
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, re.error) as error:
+                raise ModelError(f"quantization_config: a value is not what {method} has in its place: {error!r}") from None
+        return run
+
+    found: Reader = checked(known[method].reader)(config)
+    found.form = checked(found.form)  # type: ignore[method-assign]
     return found
 
 

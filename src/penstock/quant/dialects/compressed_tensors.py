@@ -22,6 +22,9 @@ _FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pac
             "mxfp4-pack-quantized", "mxfp8-quantized")
 
 
+_ROUNDINGS = {"int": "int8", "float": "float8_e4m3fn"}
+
+
 def _words(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 words along the last axis, 32 // bits codes in each, as `count` codes."""
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
@@ -107,8 +110,8 @@ class _CompressedTensors(Reader):
         self._ignored = config.get("ignore") or []
         groups = list((config.get("config_groups") or {}).values())
         self._groups = [group for group in groups if group.get("weights")]
-        if any(group.get("input_activations") and not group.get("weights") for group in groups):
-            raise ModelError("quantization_config: a group has input_activations and no weights; possible are both")
+        if any(bool(group.get("weights")) == bool(group.get("output_activations")) for group in groups):
+            raise ModelError("quantization_config: a group has no weights, or output_activations; possible are weights")
         if config.get("sparsity_config"):
             kind = config["sparsity_config"].get("format")
             if kind not in (None, "dense"):
@@ -167,14 +170,13 @@ def _rounded(form: Form, module: str, group: Mapping[str, Any]) -> Form:
     given = group.get("input_activations")
     if given is None:
         return form
-    kind = setting(given, "type", ("int", "float"), "int")
+    kind = setting(given, "type", _ROUNDINGS, "int")
     activation = _activation(given, kind)
     if activation == "tensor" or ".experts." in module:
         raise ModelError(f"quantization_config: {module} has {form.scheme.name} beside input_activations {dict(given)}; "
                          "possible are dynamic scales for each token, and no experts")
     assert isinstance(form.scheme, Grouped)
-    rounding = "int8" if kind == "int" else "float8_e4m3fn"
-    return replace(form, scheme=replace(form.scheme, activation=activation, rounding=rounding))
+    return replace(form, scheme=replace(form.scheme, activation=activation, rounding=_ROUNDINGS[kind]))
 
 
 def _activation(given: Mapping[str, Any] | None, kind: str) -> Activation:

@@ -56,6 +56,7 @@ class _GPTQ(Reader):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
+        setting(config, "rotation", (None, ""))
         self._older = setting(config, "checkpoint_format", ("gptq", "gptq_v2"), config.get("format") or "gptq") == "gptq"
         self._head = bool(config.get("lm_head"))
         self._dynamic: Mapping[str, Any] = config.get("dynamic") or {}

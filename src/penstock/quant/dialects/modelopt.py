@@ -75,8 +75,7 @@ def _factored(form: Form, k: int) -> Form:
 
 
 def _algorithm(config: Mapping[str, Any], possible: tuple[str, ...]) -> str:
-    found: str = setting({"quant_algo": str(config.get("quant_algo")).upper()}, "quant_algo", possible)
-    return found
+    return str(setting({"quant_algo": str(config.get("quant_algo")).upper()}, "quant_algo", possible))
 
 
 reader = _ModelOpt
