@@ -164,8 +164,7 @@ class Rank:
     def load(self, progress: Progress | None = None) -> Loaded:
         """Loads weights while kernels compile, and measures steps' memory. ConfigError or ModelError: what to change."""
         options, device, config, kernels = self._options, self._device, self._config, self._kernels
-        own_messages = not options.disable_custom_all_reduce and options.nnodes == 1
-        self._mesh.take(join(self._place, device, own_messages))
+        self._mesh.take(self._join())
         if self._loaded is not None:
             return self._loaded
         compiled = [compilation(config if spec is self._spec else replace(config, adapters=None), spec, kernels, device)
@@ -211,6 +210,9 @@ class Rank:
         """The models that this rank has loaded, in the order of their states."""
         draft = self._drafter.model if self._drafter is not None else None
         return [model] if draft is None else [model, draft]
+
+    def _join(self) -> Mesh:
+        return join(self._place, self._device, not self._options.disable_custom_all_reduce and self._options.nnodes == 1)
 
     def _working(self, model: models.Decoder) -> memory.Working:
         """Returns the working memory of steps. Measuring takes 2 s on a GPU, so later starts find it on disk."""
