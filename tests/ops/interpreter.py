@@ -31,3 +31,21 @@ def _patch_with_index(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_with_index
+
+
+def _library(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+             causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_library._call` in plain PyTorch: queries [B, N, H, D], keys [B, M, KV, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (queries, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = (q.float() @ k.float().repeat_interleave(group, 1).transpose(-1, -2)) * scale
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    found = scores.softmax(-1) @ v.float().repeat_interleave(group, 1)
+    return found.to(q.dtype).transpose(1, 2).contiguous(), scores.logsumexp(-1)
+
+
+if DEVICE.type == "cpu":
+    from penstock.ops import attention_library
+
+    attention_library._call = _library

@@ -220,8 +220,6 @@ def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
           causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Calls the library: queries [B, N, H, D], keys [B, M, KV, D]. Returns (out [B, N, H, D], log-sum-exp [B, H, N])."""
     q, k, v = (x.transpose(1, 2) for x in (queries, k, v))
-    if q.device.type == "cpu":
-        return _plain(q, k, v, scale, causal)
     if q.is_meta:  # a rehearsal: for the shapes torch would import sympy, which takes a second or two
         return queries.new_empty(*queries.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     found: torch.Tensor
@@ -235,16 +233,6 @@ def _call(queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
 def _sunk(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Takes the share of the heads' sinks [H] off results [..., N, H, D] of softmaxes whose log-sum-exp is [..., H, N]."""
     return out.mul_(torch.sigmoid(lse.transpose(-1, -2) - sinks)[..., None])
-
-
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_call` in plain PyTorch, for tests without a GPU."""
-    group = q.shape[1] // k.shape[1]
-    scores = (q.float() @ k.float().repeat_interleave(group, 1).transpose(-1, -2)) * scale
-    if causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    found = scores.softmax(-1) @ v.float().repeat_interleave(group, 1)
-    return found.to(q.dtype).transpose(1, 2).contiguous(), scores.logsumexp(-1)
 
 
 def _join(parts: Sequence[_Part], out: torch.Tensor) -> _Part:
