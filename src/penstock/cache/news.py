@@ -95,7 +95,6 @@ class News:
         self._certain, self._leaving, self.offered = [], [], False
 
     def cleared(self) -> None:
-        """The index was cleared."""
         self._certain, self._leaving = [], []
         if self._sink is not None:
             self._sink.cleared()

@@ -66,7 +66,6 @@ class Record:
         return cls(content["exact"], content["rounded"])
 
     def dump(self, path: Path) -> None:
-        """Writes the record, a line for each skill."""
         rounded = ",\n".join(f' "{dtype}": {_lines(scores)}' for dtype, scores in self.rounded.items())
         path.write_text(f'{{"exact": {_lines(self.exact)},\n"rounded": {{\n{rounded}\n}}}}\n')
 

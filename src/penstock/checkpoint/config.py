@@ -74,8 +74,6 @@ _MODES = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", 
 
 
 class Pooler(msgspec.Struct, array_like=True, frozen=True):
-    """A folder's own pooling."""
-
     kind: str = "last"
     """last | mean | cls"""
     normalize: bool = True

@@ -62,7 +62,6 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The non-empty lines of the input."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():

@@ -154,7 +154,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def stops(self) -> list[str]:
-        """`stop` as a list."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)

@@ -79,7 +79,6 @@ class Parser:
         return self._run()
 
     def message(self) -> Message:
-        """Returns the message so far."""
         return self._built.message(self.malformed)
 
     def _run(self) -> list[Event]:

@@ -50,7 +50,6 @@ class Reader:
         return self.text[self.at]
 
     def space(self) -> Wait:
-        """Skips white space."""
         while (yield from self.peek()) in tuple(SPACE):
             self.at += 1
 

@@ -28,8 +28,6 @@ _MOST = 64
 
 
 class Values:
-    """The parameters of one tool."""
-
     def __init__(self, how: Written, form: Form, root: Mapping[str, Any]) -> None:
         """`root` is the schema of the tool's arguments. RequestError for a keyword in it that cannot be enforced."""
         self._how, self._form = how, form

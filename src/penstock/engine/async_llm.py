@@ -300,7 +300,6 @@ class AsyncLLM:
         return bool(await self._ask("reset_prefix_cache"))
 
     async def start_profile(self) -> None:
-        """Begins to record the ranks' steps."""
         await self._ask("start_profile")
 
     async def stop_profile(self, folder: str) -> list[str]:

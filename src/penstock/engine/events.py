@@ -79,14 +79,12 @@ class CacheEvents:
 
     @property
     def sink(self) -> Sink:
-        """The sink that the cache reports to."""
         return self._whereabouts or self._journal
 
     def describe(self) -> dict[str, Any]:
         return self._publisher.describe()
 
     def flush(self) -> None:
-        """Publishes the events since the last call."""
         if self._whereabouts is not None:
             self._whereabouts.flush()
         events = self._journal.take()

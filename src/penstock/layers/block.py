@@ -163,8 +163,6 @@ class BlockSpec:
 
 
 class Branch:
-    """A mixer with its norms."""
-
     def __init__(self, spec: BranchSpec, path: str, build: Build) -> None:
         path = f"{path}.{spec.body.name}"
         self.body: Mixer = spec.body.build(path, build)

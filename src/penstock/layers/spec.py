@@ -120,7 +120,6 @@ class ModelSpec:
 
     @property
     def staged(self) -> ModelSpec:
-        """The model of all stages together."""
         if not self.stages:
             return self
         return replace(self, blocks=sum(self.stages, ()), stages=(), first=0, begins=True, ends=True, lends=False)

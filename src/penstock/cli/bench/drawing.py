@@ -82,7 +82,6 @@ def legend(left: float, top: float, lines: Sequence[Line], across: float = 0, do
 
 
 def picture(width: float, height: float, parts: Sequence[str]) -> str:
-    """The whole file."""
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" '
             'font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n")
 

@@ -31,7 +31,6 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 def measure_server(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the load and returns the result."""
     percentiles = _percentiles(args.metric_percentiles)
     limits = numbers(",".join(args.goodput), ":", "--goodput takes NAME:MILLISECONDS") if args.goodput else {}
     for name in limits.keys() - METRICS:
