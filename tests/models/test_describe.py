@@ -324,6 +324,9 @@ def test_a_mixture_of_experts_is_called_one() -> None:
     with pytest.raises(ModelError, match="MixedForCausalLM', a mixture-of-experts model") as caught:
         describe(mixtral)
     assert "nearest" not in str(caught.value)
+    dbrx = {"architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}}
+    with pytest.raises(ModelError, match="DbrxForCausalLM', a mixture-of-experts model"):
+        describe(LLAMA | dbrx)
 
 
 @pytest.mark.parametrize("option", [{"num_hash_layers": 3}, {"mlp_layer_types": ["hash_moe", "moe"]}], ids=str)

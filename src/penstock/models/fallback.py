@@ -25,8 +25,8 @@ _KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "position_ids", "is_c
 """Arguments of attention that are understood, or change nothing."""
 
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys by which configs of mixture-of-experts models say how many there are."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
+"""Keys by which configs of mixture-of-experts models say how many there are; DBRX says it within its ffn_config."""
 
 
 def family(config: Mapping[str, Any]) -> SimpleNamespace | None:
