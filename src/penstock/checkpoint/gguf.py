@@ -397,7 +397,7 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
 
 
 def _facts(names: set[str]) -> dict[str, bool]:
-    """Which vectors there are, under the names that families have for that."""
+    """The vectors that there are, under the names that families have for that."""
     ends = {".".join(name.split(".")[-2:]) for name in names}
     bias, inner = bool(ends & {"q.bias", "qkv.bias", "kv_a.bias"}), "down.bias" in ends
     found = dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias"), bias)
