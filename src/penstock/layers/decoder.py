@@ -54,6 +54,7 @@ class Decoder:
         self.norm = build_norm(spec.norm, "norm", build) if spec.ends else None
         self._parts = sums_left(self.blocks, None if spec.drafts else self.norm, group)
         """Of each block, and of the end, whether the stream comes with a part that is to be summed over ranks."""
+        self._mixture = bool(self.experts)
         self.logits: Head | None = None
         if spec.ends and not spec.head.borrowed:
             self.logits = Head(spec.head, build, len(spec.labels) or spec.vocab_size)
@@ -167,7 +168,9 @@ class Decoder:
         if not any(self._parts) or self._taps or step.delta is not None:
             return None
         tokens = len(step.tokens) if step.division is None else len(step.division.own)
-        count = self.kernels.messages(tokens, tokens * self.spec.width * self.dtype.itemsize, group.copies)
+        nbytes = tokens * self.spec.width * self.dtype.itemsize
+        # Each run of a mixture would read all experts.
+        count = self.kernels.messages(tokens, nbytes, group.copies and not self._mixture)
         return Runs(group, tokens, count) if count > 1 else None
 
     def _end(self, delta: torch.Tensor | None, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:

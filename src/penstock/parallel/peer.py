@@ -185,8 +185,7 @@ class Shared(Peers):
         super().__init__(rank, size, addresses, device)
         self._memory, half = own, self.nbytes(size) // 2
         self._own, self._peer, self._long, self._sent = addresses[rank], addresses[rank - 1], self.nbytes(size), 0
-        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        """Of copies, each of one half: of one alone the link is idle in part."""
+        self._stream = torch.cuda.Stream(device)
         self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(_PLACES)]
         self._arrivals = own.view(self._long, _PLACES * LONG).view(_PLACES, LONG).unbind() if size == 2 else ()
         self._flags_at = tuple(at + 2 * size * ROOM for at in (0, half))
@@ -217,15 +216,12 @@ class Shared(Peers):
         place, epoch = self._sent % _PLACES, self._sent // _PLACES + 1 & 0xFFFFFFFF
         self._sent += 1
         at, flag = self._long + place * LONG, self._long + _PLACES * LONG + 4 * place
-        stream, (last, *_), (made, copied), first = torch.cuda.current_stream(x.device), self._streams, self._events[place], 0
+        stream, through, (made, copied) = torch.cuda.current_stream(x.device), self._stream.cuda_stream, self._events[place]
         made.record(stream)
-        for one, end in zip(reversed(self._streams), (x.nbytes // 32 * 16, x.nbytes), strict=True):
-            one.wait_event(made)
-            _call("cuMemcpyDtoDAsync_v2", self._peer + at + first, x.data_ptr() + first, end - first, one.cuda_stream)
-            copied.record(one)
-            last.wait_event(copied)
-            first = end
-        _call("cuStreamWriteValue32_v2", last.cuda_stream, self._peer + flag, epoch, 0)
+        self._stream.wait_event(made)
+        _call("cuMemcpyDtoDAsync_v2", self._peer + at, x.data_ptr(), x.nbytes, through)
+        _call("cuStreamWriteValue32_v2", through, self._peer + flag, epoch, 0)
+        copied.record(self._stream)
 
         def arrived() -> torch.Tensor:
             stream.wait_event(copied)

@@ -342,6 +342,7 @@ class Worker:
             said = self.drafter.propose(drafting)
             chances = None if said is None else to_host(said)
         if self.returning is not None and len(drafting.segments):
+            self.rows.settle()
             self.returning.hand_on(drafting, () if self.trees is None else self.trees.tables)
             if self.trees is not None:
                 self.trees.planted = True
@@ -389,11 +390,11 @@ class Worker:
 
     def _passed(self, lines: LogitsRows, interval: Interval, _masks: Masks | None) -> Chosen:
         """The second launch where another stage chooses."""
-        assert self.returning is not None
         if self.trees is not None and self.trees.planted:
             self.trees.expect(lines)
             self._compact(self.trees)
-        if self.model.spec.begins:
+        # Steps that are only measured pass nothing on.
+        if self.returning is not None and self.model.spec.begins:
             self.returning.expect(lines)
         interval.stop()
         return Chosen()
