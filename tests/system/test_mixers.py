@@ -80,3 +80,22 @@ def test_a_forgotten_state_shows(folder: Path, alone: list[list[int]], monkeypat
 
     monkeypatch.setattr(fakes.Recurrence, "attach", forgetful)
     assert answers(folder, **ROUTES["batch"]) != alone
+
+
+def test_recurrent_states_come_back_from_the_prefix_cache_as_they_were() -> None:
+    """With products that round no activation, log probabilities are the same whatever a segment began with (decision 0248)."""
+    model = str(Path(__file__).parents[1] / "assets" / "canary-hybrid")
+    asked = [{"prompt_token_ids": [1, *range(40 + 7 * i, 110 + 7 * i)]} for i in range(3)]
+    params, found = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True), []
+    for rounds, options in ((1, {"enable_prefix_caching": False}), (2, {}), (1, {"max_num_batched_tokens": 16})):
+        with LLM(model, quantization="int4", dtype="float32", kernels={"*": "reference"}, max_model_len=128, max_num_seqs=4,
+                 block_size=8, threads=1, device="cpu", **options) as llm:  # type: ignore[arg-type]
+            for _ in range(rounds):
+                outputs = llm.generate(asked, params, use_tqdm=False)
+        assert rounds == 1 or all(one.num_cached_tokens for one in outputs)
+        scores = [one.outputs[0].logprobs for one in outputs]
+        found.append(torch.tensor([[place[token].logprob for place, token in zip(line, one.outputs[0].token_ids, strict=True)]
+                                   for line, one in zip(scores, outputs, strict=True) if line is not None]))
+    assert len(found[0]) == 3
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-5)
