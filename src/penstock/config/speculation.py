@@ -29,6 +29,10 @@ _KEYS = ("method", "model", "draft_policy", "parallel_drafting", "rejection_samp
 """Keys of vLLM's configuration that are supported; those for relaxed acceptance have TensorRT-LLM's names."""
 TREES = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods whose drafts may be trees."""
+_SEARCHES = ("auto", "ngram", "suffix")
+_USED = {"prompt_lookup_max": (*_SEARCHES, "lookahead"), "prompt_lookup_min": _SEARCHES,
+         "parallel_drafting": ("auto", "draft_model", "eagle", "eagle3", "dflash", "dspark")}
+"""Keys that some methods use, and these."""
 _RULES = {"strict": "", "standard": "", "synthetic": "", "probabilistic": "token", "block": "block"}
 """Rules of verification, by their names in the configuration: `Speculation.rejection`."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {"disable_padded_drafter_batch": (True, False), "quantization": (None,),
@@ -137,6 +141,15 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
     if method not in _NAMES and method not in own_drafters().names:
         raise ConfigError(f"speculative_config: method is {method!r}; possible are "
                           f"{', '.join([*METHODS, *sorted(own_drafters().names)])}")
+    for key, users in _USED.items():
+        searched = model is not None and key != "parallel_drafting"
+        if given.get(key) and method in _NAMES and (searched or _NAMES[method] not in users):
+            raise ConfigError(f"speculative_config has {key}={given[key]!r}, which {method} "
+                              f"{f'with model {model!r} ' * searched}does not use; it is for {', '.join(users)}. Leave it out")
+    steps, tokens = given.get("speculative_num_steps"), given.get("num_speculative_tokens")
+    if None not in (steps, tokens) and steps != tokens:
+        raise ConfigError(f"speculative_config: speculative_num_steps is {steps} and num_speculative_tokens {tokens}; they are "
+                          "the same, so give one")
     if isinstance(given.get("ahead"), bool):
         given["ahead"] = (16 if str(given.get("device")).startswith("cuda") else 4) * given["ahead"]
     numbers = {ours: given[theirs] for theirs, ours in _NUMBERS.items() if given.get(theirs) is not None}
@@ -145,7 +158,8 @@ def _of_vllm(given: Mapping[str, Any], options: EngineOptions) -> Speculation:
         raise ConfigError(f"speculative_config: rejection_sample_method is {rule!r}; possible are strict, probabilistic, "
                           "block, and synthetic with synthetic_acceptance_rate")
     if thinking:
-        numbers.setdefault("relaxed", 10)
+        if numbers.setdefault("relaxed", 10) == 0:
+            raise ConfigError("speculative_config: relaxed_topk is 0; possible are 1 to 128")
     elif {"relaxed", "delta"} & set(numbers):
         raise ConfigError("speculative_config: relaxed_topk and relaxed_delta need use_relaxed_acceptance_for_thinking: true, "
                           "because relaxed acceptance changes answers")
