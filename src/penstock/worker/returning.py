@@ -31,12 +31,13 @@ class Returning:
 
     def hand_on(self, drafting: Drafting, trees: Sequence[torch.Tensor] = ()) -> None:
         """Has every stage verify, or compute, the drafts that one has written, in these trees by rows."""
-        places = drafting.places(drafting.count)
-        for table, at in ((self._rows.tokens, places), *((tree, drafting.row.long()) for tree in trees)):
-            table[at] = self.share(table[at])
+        places, row = drafting.places(drafting.count), drafting.row.long()
+        self._rows.tokens[places] = self.share(self._rows.tokens[places])
+        for tree in trees:
+            tree[row] = self.share(tree[row])
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """What the stage that drafts has in x, on every stage."""
+        """Returns on every stage what the stage that drafts has in x."""
         if self._late and self._last:
             self._pipe.send_back(x)
             # It comes around.

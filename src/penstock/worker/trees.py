@@ -72,7 +72,7 @@ class Trees:
 
     @property
     def tables(self) -> tuple[torch.Tensor, ...]:
-        """What pipeline stages tell each other of rows' trees."""
+        """The trees by rows, which pipeline stages tell each other."""
         return self._bits, self._parent, self._depth
 
     def of(self, plan: StepPlan) -> Branches | None:
@@ -128,9 +128,9 @@ class Trees:
 
     def compact(self, views: Sequence[StateView]) -> None:
         """Moves the cache entries of the accepted paths to where a chain's would be."""
-        (row, start), kept, places = self._moved, self.paths[:, :1], self.paths[:, 1:]
-        to = torch.arange(1, min(places.shape[1] - 1, self.levels) + 1, device=row.device)[None]
-        source = start[:, None] + torch.where(to < kept, places[:, 1:to.shape[1] + 1], to)
+        (row, start), kept, order = self._moved, self.paths[:, :1], self.paths[:, 1:]
+        to = torch.arange(1, min(order.shape[1] - 1, self.levels) + 1, device=row.device)[None]
+        source = start[:, None] + torch.where(to < kept, order[:, 1:to.shape[1] + 1], to)
         target = start[:, None] + to
         for view in views:
             table = self._rows.device_tables[view.group]
