@@ -10,6 +10,7 @@ from penstock import models
 from penstock.core.rank import DeviceFacts
 from penstock.core.state import lay_out
 from penstock.ops import registry
+from penstock.parallel.axis import Place
 from penstock.worker.dummy import dummy_plan
 from penstock.worker.memory import largest_steps, working_bytes
 from penstock.worker.worker import Worker
@@ -30,6 +31,19 @@ def test_probe_runs(segments: int) -> None:
     result = worker.run(dummy_plan(np.full(segments, 60, np.int32), layout=layout))
     assert (result.tokens >= 0).all() and len(result.tokens) == segments
     assert working_bytes(model, 512, 5, 128, 16, cpu).step > 512 * 32 * 4
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_is_probed_without_the_others(stage: int) -> None:
+    """A GPU's memory is measured by a worker that passes nothing on to other stages."""
+    cpu = torch.device("cpu")
+    model = models.load(None, CONFIG, dtype=torch.float32, device=cpu, load_format="dummy", max_model_len=128,
+                        kernels=registry.bind(DeviceFacts("cpu", "", 0, 1), torch.float32, {"*": "reference"}),
+                        place=Place(stage=stage, stages=2))
+    small = lay_out(model.states, 16, 0)
+    layout = lay_out(model.states, 16, small.slab_bytes * small.slabs_for(60, 60))
+    result = Worker(model, layout, 5, 128, cpu).run(dummy_plan(np.full(1, 60, np.int32), layout=layout))
+    assert len(result.tokens) == stage
 
 
 @pytest.mark.parametrize("striped", [False, True])
