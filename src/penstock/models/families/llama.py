@@ -146,17 +146,16 @@ def cohere(config: Config) -> ModelSpec:
 def minicpm(config: Config) -> ModelSpec:
     """Scaled embeddings, branches and logits; MiniCPM 3 has latent attention."""
     config.absent("num_experts")
-    norm, layers, width = parts.rms_norm(config), config.integer("num_hidden_layers"), config.integer("hidden_size")
-    attention: MixerSpec
+    layers, width = config.integer("num_hidden_layers"), config.integer("hidden_size")
+    more: dict[str, Any] = {
+        "scale": config.number("scale_depth") / layers**0.5, "embedding": family.EmbeddingSpec(config.number("scale_emb")),
+        "head": family.HeadSpec(config.flag("tie_word_embeddings", True), divisor=width / config.number("dim_model_base"))}
     if config.named("MiniCPM3ForCausalLM", "minicpm3"):
         if "v_head_dim" not in config.values:
             config = config.changed(v_head_dim=width // config.integer("num_attention_heads"))
         attention = parts.latent_attention(config, rope(config, config.integer("qk_rope_head_dim")))
-    else:
-        attention = parts.attention(config, rope=rope(config, parts.head_size(config)))
-    head = family.HeadSpec(config.flag("tie_word_embeddings", True), divisor=width / config.number("dim_model_base"))
-    return parts.layered(config, attention, parts.gated_mlp(config), norm, scale=config.number("scale_depth") / layers**0.5,
-                         embedding=family.EmbeddingSpec(config.number("scale_emb")), head=head)
+        return parts.layered(config, attention, parts.gated_mlp(config), parts.rms_norm(config), **more)
+    return spec(config, **more)
 
 
 def smollm3(config: Config) -> ModelSpec:

@@ -127,18 +127,17 @@ def cohere2(config: Config) -> ModelSpec:
 
 def ernie4_5(config: Config) -> ModelSpec:
     """Interleaved rotation, experts by corrected softmax from some layer on, and shared ones."""
-    norm, bias, layers = parts.rms_norm(config), config.flag("use_bias", False), config.integer("num_hidden_layers")
-    config = config.changed(num_experts_per_tok=config.integer("moe_k"))
+    bias, layers = config.flag("use_bias", False), config.integer("num_hidden_layers")
+    config = llama.biased(config, False).changed(num_experts_per_tok=config.integer("moe_k"))
     routing = parts.routing(config, normalise=True, corrected=True, least=config.number("moe_norm_min", 1e-12))
     shared = config.integer("moe_num_shared_experts", least=0) * config.integer("moe_intermediate_size")
     mixture = replace(parts.experts(config, routing, shared_inner=shared), shared_bias=bias)
-    attention = parts.attention(config, rope=rope(config, parts.head_size(config), theta=500000.0, interleaved=True), bias=bias)
     first, last = (config.integer(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
     chosen, every = range(first, (last if last >= 0 else layers - 1) + 1), config.integer("moe_layer_interval", 1)
     mlp = parts.gated_mlp(config, bias=bias)
     mlps = [mixture if i in chosen and (i + 1) % every == 0 else mlp for i in range(layers)]
     head = family.HeadSpec(config.flag("tie_word_embeddings", True), bias=bias)
-    return parts.layered(config, attention, mlps, norm, head=head)
+    return llama.spec(config, mlps=lambda _config: mlps, theta=500000.0, interleaved=True, head=head)
 
 
 def hunyuan(config: Config) -> ModelSpec:
@@ -214,14 +213,13 @@ GRANITE = (
         "shared_mlp.input_linear.weight": "mlp.shared.gate_up.weight",
         "shared_mlp.output_linear.weight": "mlp.shared.down.weight"}),
     *rules.LLAMA)
+_SHARED = {f"shared_mlp.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")}
 HUNYUAN = (
-    *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", "shared_mlp.gate_proj.*": "mlp.shared.gate.*",
-        "shared_mlp.up_proj.*": "mlp.shared.up.*", "shared_mlp.down_proj.*": "mlp.shared.down.*"}),
+    *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", **_SHARED}),
     *rules.EXPERTS,
     *llama.HUNYUAN)
 HUNYUAN3 = (
-    *Rule.named("model.layers.#.mlp.", {"router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction",
-        **{f"shared_mlp.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")}}),
+    *Rule.named("model.layers.#.mlp.", {"router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction", **_SHARED}),
     *rules.EXPERTS,
     *rules.LLAMA)
 ERNIE = (
@@ -240,15 +238,14 @@ PHI = (
 GLM = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_routed_experts": 128,
        "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1408,
        "attention_out_bias": False}
+_GRANITE = {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
 LIKE = (
     Like(("AfmoeForCausalLM",), ("afmoe",),
          {"max_position_embeddings": 16384, "head_dim": 128, "rms_norm_eps": 1e-5, "num_dense_layers": 1,
           "num_shared_experts": 2}, afmoe, AFMOE),
-    Like(("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), ("granitemoe", "granitemoeshared"),
-         {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    Like(("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), ("granitemoe", "granitemoeshared"), _GRANITE,
          partial(llama.granite, mlps=_granite_experts), GRANITE),
-    Like(("GraniteMoeSWAForCausalLM",), ("granitemoe_swa",),
-         {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    Like(("GraniteMoeSWAForCausalLM",), ("granitemoe_swa",), _GRANITE,
          partial(llama.granite_swa, mlps=_granite_experts), GRANITE),
     Like(("Dots1ForCausalLM",), ("dots1",),
          {"max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0, "moe_intermediate_size": 1408,
