@@ -20,30 +20,23 @@ METHODS = ("at-load",)
 PLAIN = "plain"
 
 
+def _blocks(*schemes: Scheme) -> Callable[[int], Scheme | None]:
+    """The first scheme whose blocks fill rows of k columns: short last ones are what other programs do not read."""
+    return lambda k: next((scheme for scheme in schemes if k % scheme.grain[1] == 0), None)
+
+
 def _grouped(bits: int, zeros: str = "") -> Callable[[int], Scheme | None]:
-    def of(k: int) -> Scheme | None:
-        # The largest group that fills the rows: short last groups are what other programs do not read.
-        return next((Grouped(bits, group, zeros) for group in (128, 64, 32) if k % group == 0), None)
-    return of
+    return _blocks(*(Grouped(bits, group, zeros) for group in (128, 64, 32)))
 
 
-def _blocks(scheme: Scheme) -> Callable[[int], Scheme | None]:
-    return lambda k: scheme if k % scheme.grain[1] == 0 else None
-
-
-def _superblocks(kind: str) -> Callable[[int], Scheme | None]:
-    """GGUF's type, or llama.cpp's own choice for rows that superblocks of 256 do not fill."""
-    smaller = {"q4_k": "q5_0", "q6_k": "q8_0"}.get(kind)
-    first, second = GGUF(kind), GGUF(smaller or kind)
-    return lambda k: next((one for one in (first, second) if k % one.grain[1] == 0), None)
-
-
+_SMALLER = {"q4_k": "q5_0", "q6_k": "q8_0"}
+"""llama.cpp's own choice for rows that superblocks of 256 do not fill."""
 SCHEMES: dict[str, Callable[[int], Scheme | None]] = {
     "fp8": lambda _: FP8("token"), "fp8_block": lambda _: FP8("group", (128, 128)), "fp8_weights": lambda _: FP8(),
     "int8": lambda _: Int8("token"), "int8_weights": lambda _: Int8(), "int4": _grouped(4), "int4_zeros": _grouped(4, "uint8"),
     "int3": _grouped(3), "int2": _grouped(2, "uint8"), "mxfp4": _blocks(MXFP4()), "mxfp8": _blocks(MXFP8()),
     "nvfp4": _blocks(NVFP4(divides=True)), "nf4": _blocks(Table4("nf4")), "fp4": _blocks(Table4("fp4")),
-    **{kind: _superblocks(kind) for kind in ENCODERS}}
+    **{kind: _blocks(GGUF(kind), GGUF(_SMALLER.get(kind, kind))) for kind in ENCODERS}}
 """By the names of the option: the scheme for rows of k columns, or None where it has no whole blocks of them."""
 
 

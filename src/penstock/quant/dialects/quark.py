@@ -53,9 +53,7 @@ class _Quark(Reader):
             setting(weight, "scale_format", ("e8m0",))
             return mxfp(n, k, 4, "weight")
         setting(weight, "qscheme", ("per_tensor", "per_channel"))
-        if kind == "fp8_e4m3":
-            return by_rows(n, k, activation)
-        return int8_rows(n, k, activation)
+        return (by_rows if kind == "fp8_e4m3" else int8_rows)(n, k, activation)
 
 
 reader = _Quark
