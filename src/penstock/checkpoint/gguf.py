@@ -425,12 +425,10 @@ def _rotation(value: Values, tensors: Mapping[str, tuple[File, Entry]]) -> dict[
                    **{f"{name}_factor": tables[both or f"rope_factors_{name}"] for name in ("short", "long")}}
         return {"rope_scaling": scaling, "original_max_position_embeddings": original}
     if kind == "linear" and factor:
-        scaling = {"rope_type": "linear", "factor": factor}
-    elif kind in (None, "none", "linear", "yarn", "longrope"):
-        return _yarn(value)
-    else:
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if kind not in (None, "none", "linear", "yarn", "longrope"):
         raise ModelError(f"rope.scaling.type is {kind!r}; possible are none, linear, yarn and longrope")
-    return {"rope_scaling": scaling}
+    return _yarn(value)
 
 
 def _floats(file: File, entry: Entry) -> list[float]:

@@ -105,11 +105,8 @@ def _generation(metadata: Mapping[str, Any], tokens: list[str], types: list[int]
     ends = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     ends += [token for token, (name, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and name in _LAST]
     found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(token for token in ends if token is not None))}
-    for name, key in (("temp", "temperature"), ("top_k", "top_k"), ("top_p", "top_p"), ("min_p", "min_p")):
-        value = metadata.get(f"general.sampling.{name}")
-        if value is not None:
-            found[key] = value
-    return found
+    return found | {key: value for key in ("temperature", "top_k", "top_p", "min_p") if (
+        value := metadata.get(f"general.sampling.{'temp' if key == 'temperature' else key}")) is not None}
 
 
 def _bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,11 +149,9 @@ def _spm(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> by
         kind = _UNKNOWN if token == unknown else _CONTROL if kind == _UNKNOWN else kind
         text = name.encode("utf-8", "surrogateescape")
         found += _field(1, _field(1, text) + struct.pack("<Bf", 2 << 3 | 5, score) + _number(3, kind))
-    roles = {41: metadata.get("tokenizer.ggml.bos_token_id", 1), 42: metadata.get("tokenizer.ggml.eos_token_id", 2),
-             43: metadata.get("tokenizer.ggml.padding_token_id", -1)}
     trainer = _number(3, 2) + _number(4, len(tokens)) + _number(35, int(_BYTE in types)) + _number(40, unknown)
-    for field, token in roles.items():
-        trainer += _number(field, token & (1 << 64) - 1)
+    for field, role, usual in ((41, "bos", 1), (42, "eos", 2), (43, "padding", -1)):
+        trainer += _number(field, metadata.get(f"tokenizer.ggml.{role}_token_id", usual) & (1 << 64) - 1)
     space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     normalizer = _field(1, b"identity") + _number(3, int(space)) + _number(4, 0) + _number(5, 1)
     return bytes(found + _field(2, trainer) + _field(3, normalizer))

@@ -54,10 +54,8 @@ def metadata_of(folder: Path, config: Mapping[str, Any], kind: str) -> dict[str,
                              "general.quantization_version": 2, "general.file_type": _FILE_TYPES.get(kind, 0)}
     values = {**config, "head_dim": size, "rope_theta": theta,
               "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"]}
-    for key, ours in COMMON.items():
-        found[f"{prefix}.{key}"] = values[ours]
-    found |= {f"{prefix}.attention.value_length": size, f"{prefix}.rope.dimension_count": size,
-              f"{prefix}.vocab_size": config["vocab_size"]}
+    found |= {**{f"{prefix}.{key}": values[ours] for key, ours in COMMON.items()}, f"{prefix}.attention.value_length": size,
+              f"{prefix}.rope.dimension_count": size, f"{prefix}.vocab_size": config["vocab_size"]}
     if how == "linear":
         found |= {f"{prefix}.rope.scaling.type": "linear", f"{prefix}.rope.scaling.factor": float(rotation["factor"])}
     return found | _tokenizer(folder, config)
@@ -95,11 +93,8 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if model.get("type") != "BPE":
         raise ConfigError(f"tokenizers of type {model.get('type')!r} are not written as GGUF; possible is BPE")
     names = {token: name for name, token in model["vocab"].items()}
-    kinds = dict.fromkeys(names, 1)
     spaced = '"\\u2581"' in json.dumps(given.get("normalizer")) or '"\\u2581"' in json.dumps(given.get("pre_tokenizer"))
-    for token, name in names.items():
-        if spaced and len(name) == 6 and name.startswith("<0x"):
-            kinds[token] = 6
+    kinds = {token: 6 if spaced and len(name) == 6 and name.startswith("<0x") else 1 for token, name in names.items()}
     for entry in added:
         names[entry["id"]], kinds[entry["id"]] = entry["content"], 3 if entry["special"] else 4
     count = max(config["vocab_size"], max(names) + 1)
@@ -107,9 +102,7 @@ def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"tokenizer.ggml.tokens": [names.get(i, f"[PAD{i}]") for i in range(count)],
                              "tokenizer.ggml.token_type": [kinds.get(i, 5) for i in range(count)]}
     if spaced:
-        ranks: dict[str, int] = {}
-        for rank, merge in enumerate(merges):
-            ranks.setdefault(merge.replace(" ", ""), rank)
+        ranks = {merge.replace(" ", ""): rank for rank, merge in reversed([*enumerate(merges)])}  # a token's first merge
         unknown = model["vocab"].get(model.get("unk_token") or "<unk>", 0)
         found["tokenizer.ggml.token_type"][unknown] = 2
         found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": unknown, "tokenizer.ggml.pre": "default",
@@ -150,8 +143,8 @@ def _roles(folder: Path, config: Mapping[str, Any], names: Mapping[int, str], pr
             found[f"tokenizer.ggml.{role}_token_id"] = token
             if role == "bos":
                 prepended = said.get("add_bos_token")
-                first = json.dumps(names[token]) in processor if prepended is None else bool(prepended)
-                found["tokenizer.ggml.add_bos_token"] = first
+                prepended = json.dumps(names[token]) in processor if prepended is None else bool(prepended)
+                found["tokenizer.ggml.add_bos_token"] = prepended
     if "tokenizer.ggml.bos_token_id" not in found:
         found["tokenizer.ggml.add_bos_token"] = False
     template = folder / "chat_template.jinja"

@@ -104,9 +104,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     if not isinstance(header, dict):
         raise corrupt("its header is not an object")
     header.pop("__metadata__", None)
-    found: dict[str, Stored] = {}
-    for name, entry in header.items():
-        found[name] = _stored(path, name, entry, 8 + length, corrupt)
+    found = {name: _stored(path, name, entry, 8 + length, corrupt) for name, entry in header.items()}
     at = 8 + length
     for stored in sorted(found.values(), key=lambda s: (s.start, s.end)):
         if stored.start != at:
