@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.core.errors import ModelError
-from penstock.layers.attention import AttentionSpec, QueryKeyNorm
+from penstock.layers.attention import AttentionSpec
 from penstock.layers.block import BlockSpec, BranchSpec, LayerNormSpec, NormSpec, RMSNormSpec
 from penstock.layers.build import MixerSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
@@ -43,9 +43,8 @@ def slopes(heads: int, most: int = 8) -> tuple[float, ...]:
     return tuple((found if count == heads else found[1::2] + found[::2])[:heads])
 
 
-def attention(config: Config, *, rope: RopeSpec | None, window: int = 0, scale: float | None = None, softcap: float = 0.0,
-              norm: QueryKeyNorm | None = None, bias: bool = False, output_bias: bool | None = None,
-              **more: Any) -> AttentionSpec:
+def attention(config: Config, *, rope: RopeSpec | None, scale: float | None = None, bias: bool = False,
+              output_bias: bool | None = None, **more: Any) -> AttentionSpec:
     """By `num_attention_heads`, `num_key_value_heads`, `head_dim`. Unless given, the scale is 1 / sqrt(head size) and the
     output has a bias if the rest has. `more`: other fields."""
     heads, size = config.integer("num_attention_heads"), head_size(config)
@@ -53,17 +52,17 @@ def attention(config: Config, *, rope: RopeSpec | None, window: int = 0, scale: 
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     return AttentionSpec(config.integer("hidden_size"), heads, kv_heads, size, size**-0.5 if scale is None else scale, rope,
-                         window, softcap, norm, bias, bias if output_bias is None else output_bias, **more)
+                         bias=bias, output_bias=bias if output_bias is None else output_bias, **more)
 
 
-def latent_attention(config: Config, rope: RopeSpec, *, eps: float = 1e-6) -> LatentAttentionSpec:
+def latent_attention(config: Config, rope: RopeSpec) -> LatentAttentionSpec:
     """By `kv_lora_rank`, `q_lora_rank` (null: none), `qk_nope_head_dim`, `v_head_dim`; YaRN's `mscale_all_dim` scales
     scores."""
     keys = config.integer("qk_nope_head_dim")
     factor = rope.scaling.score_factor() if isinstance(rope.scaling, YarnScaling) else 1.0
     return LatentAttentionSpec(config.integer("hidden_size"), config.integer("num_attention_heads"),
                                config.integer("kv_lora_rank"), keys, config.integer("v_head_dim"),
-                               (keys + rope.dim) ** -0.5 * factor, rope, RMSNormSpec(eps),
+                               (keys + rope.dim) ** -0.5 * factor, rope, RMSNormSpec(1e-6),
                                config.nullable_integer("q_lora_rank", 0), config.flag("attention_bias", False))
 
 

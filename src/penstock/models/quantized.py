@@ -48,10 +48,10 @@ def _error(scheme: Scheme, matrix: torch.Tensor, scale: torch.Tensor, moments: t
     return float(((off @ moments) * off).sum())
 
 
-def smooth(matrices: Sequence[torch.Tensor], peaks: torch.Tensor, strength: float = 0.5) -> torch.Tensor:
-    """Scales [k] by the inputs' largest magnitudes [k] (Xiao et al. 2022): peaks^strength / largest weights^(1 - strength)."""
+def smooth(matrices: Sequence[torch.Tensor], peaks: torch.Tensor) -> torch.Tensor:
+    """Scales [k] by the inputs' largest magnitudes [k] (Xiao et al. 2022): the roots of peaks / largest weights."""
     weights = torch.stack([matrix.abs().amax(0) for matrix in matrices]).amax(0)
-    return (peaks.clamp_min(_LEAST) ** strength / weights.clamp_min(_LEAST) ** (1 - strength)).clamp_min(_LEAST)
+    return (peaks.clamp_min(_LEAST) ** 0.5 / weights.clamp_min(_LEAST) ** 0.5).clamp_min(_LEAST)
 
 
 _SHARD = 4 << 30
