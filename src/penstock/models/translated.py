@@ -116,11 +116,8 @@ def with_schemes(spec: ModelSpec, rules: Sequence[Rule], reader: Reader) -> Mode
         found.setdefault(general, {})[stem] = form.scheme if form is not None else None
     schemes: list[tuple[str, Scheme]] = []
     for general, stems in found.items():
-        kinds = set(stems.values())
-        if len(kinds) == 1:
-            schemes += [(general, scheme) for scheme in kinds if scheme is not None]
-        else:
-            schemes += [(stem, scheme) for stem, scheme in stems.items() if scheme is not None]
+        agreed = {general: next(iter(stems.values()))} if len(set(stems.values())) == 1 else stems
+        schemes += [(name, scheme) for name, scheme in agreed.items() if scheme is not None]
     return dataclasses.replace(spec, schemes=tuple(schemes))
 
 
