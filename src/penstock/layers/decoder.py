@@ -135,11 +135,9 @@ class Decoder:
         *blocks, last = self.blocks
         end = self.spec.first + len(blocks)
         for number, block in enumerate(blocks, self.spec.first):
-            if self._taps:
-                self._tap(number, delta, residual)
+            self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
-        if self._taps:
-            self._tap(end, delta, residual)
+        self._tap(end, delta, residual)
         if not self._taps or not self.spec.ends or (max(self._taps) <= end and min(self._taps) >= 0):
             return self._end(*last(delta, residual, step, ends), step.runs)
         delta, residual = last(delta, residual, step)
@@ -156,11 +154,9 @@ class Decoder:
         if self._taps:
             self.tapped[:len(own)] = self.tapped.index_select(0, own)
         for number, block in enumerate(self.blocks, self.spec.first):
-            if self._taps:
-                self._tap(number, delta, residual)
+            self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
-        if self._taps:
-            self._tap(self.spec.first + len(self.blocks), delta, residual)
+        self._tap(self.spec.first + len(self.blocks), delta, residual)
         return self._end(delta, residual, step.runs)
 
     def _runs(self, step: Step, group: Group) -> Runs | None:
