@@ -53,22 +53,18 @@ class LinearScaling(NoScaling):
 
 
 @dataclass(frozen=True)
-class DynamicScaling(NoScaling):
+class DynamicScaling(LinearScaling):
     """NTK-aware scaling of the base by the length in use.
 
     The length is `max_model_len`, once for all: were it each sequence's own (as in transformers), a key's rotation would
     depend on how long its sequence was when it was written, and no page could be shared. Up to `original` nothing changes."""
 
-    factor: float
     original: int
 
     def frequencies(self, theta: float, dim: int, max_model_len: int, /) -> torch.Tensor:
         length = max(max_model_len, self.original)
         stretch = self.factor * length / self.original - (self.factor - 1)
         return base_frequencies(theta * stretch ** (dim / (dim - 2)), dim)
-
-    def reach(self, max_positions: int) -> int:
-        return int(max_positions * self.factor)
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ class Llama3Scaling(NoScaling):
     def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
         plain = base_frequencies(theta, dim)
         turns = self.original / (2 * math.pi / plain)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0.0, 1.0)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
         return (1 - kept) * plain / self.factor + kept * plain
 
 
