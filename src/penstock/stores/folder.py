@@ -105,15 +105,13 @@ def claim(path: str, adopt: bool = False) -> CacheFolder:
     outer.mkdir(parents=True, exist_ok=True)
     outer = outer.resolve()
     own = outer / SUBFOLDER
-    if not _exists(own / MARKER):
+    if not os.path.lexists(own / MARKER):
         _check_free(outer, own, path, adopt)
         with suppress(FileExistsError):
             own.mkdir(mode=0o700)
         _check_own(own)
         _mark(own)
-    folder = CacheFolder(own)
-    _check_own(own)
-    _check_mark(own)
+    folder = _opened(own)
     with folder.directory(PAGES, make=True), folder.directory(INCOMING, make=True):
         return folder
 
@@ -121,11 +119,9 @@ def claim(path: str, adopt: bool = False) -> CacheFolder:
 def find(path: Path) -> CacheFolder:
     """The cache's subfolder of a folder, for maintenance (`penstock cache`). ConfigError if there is none."""
     own = path.expanduser().resolve() / SUBFOLDER
-    if not _exists(own / MARKER):
+    if not os.path.lexists(own / MARKER):
         raise ConfigError(f"{path} has no cache of Penstock's (no {SUBFOLDER}/{MARKER}); name what --cache-disk names")
-    _check_own(own)
-    _check_mark(own)
-    return CacheFolder(own)
+    return _opened(own)
 
 
 def parse(text: str) -> PageName | None:
@@ -143,8 +139,8 @@ def page_of(entry: os.DirEntry[str], bucket: str) -> PageName | None:
 def _check_free(outer: Path, own: Path, path: str, adopt: bool) -> None:
     """ConfigError unless the subfolder may be created."""
     # The marker is looked for after the listing: another engine that starts now writes it before anything else.
-    if _exists(own) and (own.is_symlink() or not own.is_dir() or not (
-            all(name.startswith(MARKER) for name in os.listdir(own)) or _exists(own / MARKER))):
+    if os.path.lexists(own) and (own.is_symlink() or not own.is_dir() or not (
+            all(name.startswith(MARKER) for name in os.listdir(own)) or os.path.lexists(own / MARKER))):
         raise ConfigError(f"cache_disk is {path}, but {own} is there already and was not created by Penstock (it has no "
                           f"{MARKER}); name another folder")
     foreign = sorted(name for name in os.listdir(outer) if name != SUBFOLDER and name not in _NEUTRAL)
@@ -183,17 +179,15 @@ def _mark(own: Path) -> None:
         raise
 
 
-def _check_mark(own: Path) -> None:
-    """ConfigError for a marker that is not ours."""
+def _opened(own: Path) -> CacheFolder:
+    """ConfigError for a folder or a marker that is not ours."""
+    _check_own(own)
     marker = own / MARKER
     facts = marker.lstat()
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_size != len(_MARK) \
             or marker.read_bytes() != _MARK:
         raise ConfigError(f"{marker} is not the marker that Penstock writes; name another folder as cache_disk")
-
-
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
+    return CacheFolder(own)
 
 
 def _folders(path: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
