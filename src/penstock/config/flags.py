@@ -128,9 +128,8 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """argparse's help, with a first line that names the arguments; the flags are listed below it anyway."""
         if self.usage is None:
-            names = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
-            optional = [action.nargs == "?" for action in self._actions if not action.option_strings]
-            words = [f"[{name}]" if may_lack else name for name, may_lack in zip(names, optional, strict=True)]
+            given = [(action.metavar or action.dest, action.nargs) for action in self._actions if not action.option_strings]
+            words = [f"[{name}]" if nargs == "?" else str(name) for name, nargs in given]
             self.usage = " ".join([self.prog, *words, "[flags]"]).replace("%", "%%")
         return super().format_help()
 
@@ -263,8 +262,5 @@ def _shape(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 def _help(field: dataclasses.Field[Any]) -> str:
     """The option's documentation and default, safe for argparse's own % formatting."""
-    default = field.default if field.default is not dataclasses.MISSING else None
-    doc = str(field.metadata["doc"])
-    if default is not None and default != "":
-        doc += f" (default: {default})"
-    return doc.replace("%", "%%")
+    default = "" if field.default in (None, "", dataclasses.MISSING) else f" (default: {field.default})"
+    return f"{field.metadata['doc']}{default}".replace("%", "%%")
