@@ -228,7 +228,7 @@ class _Writer:
         if isinstance(node, Json):
             return self._rule(f"%json {json.dumps({**with_orders(enforceable(node.schema)), 'x-guidance': OPTIONS})}")
         if isinstance(node, Regex):
-            return self._terminal(regex_text(node.pattern))
+            return self._rule(regex_text(node.pattern), letter="T")
         if isinstance(node, Lark):
             return self._rule(f"%lark {{\n{lark_text(node.grammar)}\n}}")
         if isinstance(node, Quoted):
@@ -251,9 +251,6 @@ class _Writer:
         self.rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def _terminal(self, body: str) -> str:
-        return self._rule(body, letter="T")
-
     def _literal(self, text: str) -> str:
         parts: list[str] = []
         at = 0
@@ -266,14 +263,14 @@ class _Writer:
         """Returns a rule for text without any of `plain`, spelled out, that no regex of `unlike` matches (^: at its start)."""
         never = [*(_ANY + _escaped(stop) for stop in plain),
                  *((_ANY if not pattern.startswith("^") else "") + regex_text(pattern)[1:-1] for pattern in unlike)]
-        return self._terminal(" & ".join([f"/{_ANY}/", *(f"~/{one}{_ANY}/" for one in never)]))
+        return self._rule(" & ".join([f"/{_ANY}/", *(f"~/{one}{_ANY}/" for one in never)]), letter="T")
 
     def _upto(self, stop: str, patterns: tuple[str, ...] = (), unlike: tuple[str, ...] = ()) -> str:
         """Returns a rule for text that matches the patterns and none of `unlike`, up to and including the first `stop`."""
         found = self._split.match(stop) if self._split else None
         here = [f"~/{_ANY}{_escaped(stop)}{_ANY}/"] if (patterns or unlike) and found is None else []
         here += [f"~{regex_text(one)}" for one in unlike]
-        text = self._terminal(" & ".join([*(f"/{pattern}/" for pattern in patterns or (_ANY,)), *here]))
+        text = self._rule(" & ".join([*(f"/{pattern}/" for pattern in patterns or (_ANY,)), *here]), letter="T")
         if found is not None:
             return f"{text} {self._literal(stop)}"
         return self._rule(f"{text} {_quoted(stop)}", "[lazy]")
