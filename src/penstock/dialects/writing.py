@@ -278,15 +278,14 @@ def _either(dialect: Dialect, how: Written, tools: Tools) -> Node:
 def _call(dialect: Dialect, how: Written, tools: Tools, name: str) -> Node:
     properties, schema = tools.properties(name)
     fields: dict[str, Node] = {"name": Literal(name), "index": Regex("[0-9]{1,3}")}
-    if not how.parameter:
-        grammars = {key: value["lark"] for key, value in properties.items() if isinstance(value, Mapping) and "lark" in value}
-        if grammars:
-            # The text of a custom tool is its only parameter.
-            [(key, grammar)] = grammars.items()
-            fields["arguments"] = Sequence((Literal(f'{{"{key}": '), Quoted(grammar), Literal("}")))
-            return filled(how.call, fields)
+    grammars = {key: value["lark"] for key, value in properties.items() if isinstance(value, Mapping) and "lark" in value}
+    if how.parameter:
+        fields["arguments"] = Values(how, dialect.blocks[0].form, schema).all()
+    elif grammars:
+        # The text of a custom tool is its only parameter.
+        [(key, grammar)] = grammars.items()
+        fields["arguments"] = Sequence((Literal(f'{{"{key}": '), Quoted(grammar), Literal("}")))
+    else:
         # Parameters that the schema does not list are allowed only if it says so.
         fields["arguments"] = Json({"properties": {}, "additionalProperties": False, **schema, "type": "object"})
-        return filled(how.call, fields)
-    fields["arguments"] = Values(how, dialect.blocks[0].form, schema).all()
     return filled(how.call, fields)
