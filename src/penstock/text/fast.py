@@ -20,14 +20,10 @@ _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones of Latin-1 stand for themselves, the others for characters from U+0100 on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in set(plain)]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
-
-
-BYTE_OF_CHARACTER = _byte_of_character()
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted({*range(256)}.difference(_PRINTABLE)))}
+"""GPT-2's spelling of bytes: printable ones of Latin-1 stand for themselves, the others for characters from U+0100 on."""
 
 
 class FastVocabulary:
@@ -50,7 +46,7 @@ class FastVocabulary:
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.size = 1 + max(max(self._core.get_vocab(False).values(), default=-1), max(added, default=-1))
         self._spelling = _spelling(path, self._core)
-        self._tables: dict[frozenset[int], Pieces[Any]] = {}
+        self._table = functools.cache(lambda hidden: Pieces(self._piece, self.size, self._spelling.empty, hidden))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call is the one that has a variant without offsets.
@@ -81,9 +77,7 @@ class FastVocabulary:
         return piece if isinstance(piece, bytes) else str(piece).encode()
 
     def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer:
-        if hidden not in self._tables:
-            self._tables[hidden] = Pieces(self._piece, self.size, self._spelling.empty, hidden)
-        return self._spelling.detokenizer(self._tables[hidden], after)
+        return self._spelling.detokenizer(self._table(hidden), after)
 
     def _piece(self, token: int) -> str | bytes | int:
         name = self._core.id_to_token(token)

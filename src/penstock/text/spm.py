@@ -1,5 +1,6 @@
 """Vocabularies in sentencepiece's tokenizer.model, run by the sentencepiece library."""
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ class SentencePieceVocabulary:
         self._front = self._end_id(settings, "add_bos_token", True, named.get("bos_token"), core.bos_id())
         self._back = self._end_id(settings, "add_eos_token", False, named.get("eos_token"), core.eos_id())
         self._leading = _leading(core)
-        self._tables: dict[frozenset[int], Pieces[str | int]] = {}
+        self._table = functools.cache(lambda hidden: Pieces(self._piece, self.size, "", hidden))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = list(self._front) if add_special_tokens else []
@@ -73,9 +74,7 @@ class SentencePieceVocabulary:
         return bytes([piece]) if isinstance(piece, int) else piece.encode()
 
     def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer:
-        if hidden not in self._tables:
-            self._tables[hidden] = Pieces(self._piece, self.size, "", hidden)
-        return ByteFallback(self._tables[hidden], EachCharacter(), self._leading, False, after)
+        return ByteFallback(self._table(hidden), EachCharacter(), self._leading, False, after)
 
     def markers(self) -> dict[str, str]:
         """The special tokens that the file itself names, by role."""
