@@ -20,7 +20,8 @@ FILE = "logprobs.json"
 LIMIT = 1.5
 """Changes that are this many times those of rounding come from something else; kernels of one dtype differ by about 1.2."""
 
-_NORMAL = 1.959964
+NORMAL = 1.959964
+"""The normal distribution's quantile for an interval of 95 %."""
 _LEAST = 5e-6
 """Nats below which a change says nothing, not even in float32."""
 
@@ -41,7 +42,7 @@ class Interval:
     def of(cls, values: Sequence[float]) -> "Interval":
         """The interval of independent values; infinite for fewer than two."""
         mean = statistics.fmean(values) if values else 0.0
-        half = _NORMAL * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+        half = NORMAL * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
         return cls(mean, mean - half, mean + half, len(values))
 
 

@@ -10,7 +10,7 @@ from random import Random
 
 from penstock.canary import calling, skills
 from penstock.canary.item import Item
-from penstock.canary.likelihood import Interval
+from penstock.canary.likelihood import NORMAL, Interval
 
 SKILLS: dict[str, skills.Generator] = {
     "repeat": skills.repeat, "reverse": skills.reverse, "retrieve": skills.retrieve, "retrieve-4k": skills.retrieve_long,
@@ -20,9 +20,6 @@ SKILLS: dict[str, skills.Generator] = {
 
 ALL: dict[str, skills.Generator] = {**SKILLS, "edge": skills.edge}
 """The skills, and what one member alone was trained for: asked for only by name."""
-
-_NORMAL = 1.959964
-"""The normal distribution's quantile for an interval of 95 %."""
 
 
 def held_out(generator: skills.Generator, rng: Random, span: float) -> Item:
@@ -57,7 +54,7 @@ class Score:
         """Wilson's 95 % interval of the share (Wilson 1927), which is sound near 0 and 1 too."""
         if not self.asked:
             return 0.0, 1.0
-        n, z = self.asked, _NORMAL
+        n, z = self.asked, NORMAL
         middle = (self.share + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(self.share * (1 - self.share) / n + z * z / (4 * n * n))
         return max(0.0, middle - half), min(1.0, middle + half)
