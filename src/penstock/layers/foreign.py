@@ -111,8 +111,8 @@ class ForeignSpec:
             yield Parameter(f"{path}.{name}", shape or (1,))
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
-        return tuple(StateSpec((Field("k", (each.kv_heads, each.head_size), dtype),
-                                Field("v", (each.kv_heads, each.head_size), dtype)), Everything()) for each in self.attentions)
+        return tuple(StateSpec(tuple(Field(name, (each.kv_heads, each.head_size), dtype) for name in "kv"), Everything())
+                     for each in self.attentions)
 
     def share(self, _ranks: int) -> "ForeignSpec":
         raise ModelError("a model that runs through transformers' modules cannot be divided; use tensor_parallel_size 1")

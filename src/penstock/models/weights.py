@@ -379,12 +379,9 @@ _SMALL = 1 << 20
 def _order(spec: ModelSpec) -> Iterator[tuple[Parameter, _Workbench]]:
     """Returns every parameter with the memory to assemble it in. Parameters outside the blocks come first: they are the
     largest, and their copies do not raise the peak while little else is loaded."""
-    outside = [parameter for parameter in spec.parameters() if not parameter.name.startswith("blocks.")]
-    inside = [parameter for parameter in spec.parameters() if parameter.name.startswith("blocks.")]
-    for parameters in (outside, inside):
+    for inside in (False, True):
         bench = _Workbench()
-        for parameter in parameters:
-            yield parameter, bench
+        yield from ((one, bench) for one in spec.parameters() if one.name.startswith("blocks.") is inside)
 
 
 def _place(parts: dict[str, torch.Tensor], parameter: Parameter, dtype: torch.dtype, device: torch.device,
