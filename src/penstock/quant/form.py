@@ -55,6 +55,8 @@ class Reader(ABC):
 
     bare = False
     """A module's tensor may have the module's own name, as stacks of experts do; it counts as its weight."""
+    methods: tuple[str, ...] = ()
+    """Values of `quant_method`."""
     suffixes: tuple[str, ...] = ()
     """Endings of tensor names behind a module's."""
 

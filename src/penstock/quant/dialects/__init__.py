@@ -1,5 +1,5 @@
-"""Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here: `METHODS`
-are its values of `quant_method`, `reader(config)` gives its Reader or a ModelError that names what is not known."""
+"""Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here: its Reader
+has the `methods` that it reads, and is made of the config, or raises a ModelError that names what is not known."""
 
 import importlib
 import json
@@ -7,7 +7,6 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from penstock.core.errors import ModelError
@@ -18,10 +17,11 @@ _INSIDE = re.compile(r"\blanguage_model(?:(?:\\\\)?\.(?![*+?]))?")
 
 
 @cache
-def dialects() -> dict[str, ModuleType]:
-    """Modules of this package by the methods that they read."""
+def dialects() -> dict[str, type[Reader]]:
+    """Readers of this package by the methods that they read."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
-    return {method: module for module in modules for method in module.METHODS}
+    readers = [one for module in modules for one in vars(module).values() if isinstance(one, type) and issubclass(one, Reader)]
+    return {method: one for one in readers for method in one.methods}
 
 
 def reader(config: Mapping[str, Any]) -> Reader:
@@ -43,7 +43,7 @@ def reader(config: Mapping[str, Any]) -> Reader:
                 raise ModelError(f"quantization_config: a value is not what {method} has in its place: {error!r}") from None
         return run
 
-    found: Reader = checked(known[method].reader)(config)
+    found: Reader = checked(known[method])(config)
     found.form = checked(found.form)  # type: ignore[method-assign]
     return found
 

@@ -16,7 +16,6 @@ from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
 from penstock.quant.normal import Table4
 from penstock.quant.scheme import Scheme
 
-METHODS = ("at-load",)
 PLAIN = "plain"
 
 
@@ -56,42 +55,32 @@ def requested(config: dict[str, Any], scheme: str | None, rules: Mapping[str, st
     for name in (scheme, *rules.values()):
         if name not in SCHEMES and name != PLAIN:
             raise ConfigError(f"quantization: {name!r} is not known; possible are {', '.join(SCHEMES)}, and {PLAIN} in rules")
-    return {**config, "quantization_config": {"quant_method": METHODS[0], "scheme": scheme, "rules": dict(rules),
+    return {**config, "quantization_config": {"quant_method": AtLoad.methods[0], "scheme": scheme, "rules": dict(rules),
                                               "layers": config.get("num_hidden_layers") or config.get("n_layer") or 0}}
 
 
-class _AtLoad(Reader):
+class AtLoad(Reader):
+    methods = ("at-load",)
     suffixes = ("weight",)
     bare = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        if config["scheme"] not in SCHEMES:
+            raise ModelError(f"quantization_config: scheme is {config['scheme']!r}; possible are {', '.join(SCHEMES)}")
         self._scheme: str = config["scheme"]
         self._rules: Mapping[str, str] = config["rules"]
         self._layers = int(config["layers"])
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        scheme = self.scheme(module, k)
+        usual = PLAIN if outside_linears(module) else self._scheme
+        name = next((name for pattern, name in self._rules.items() if self._fits(module, pattern)), usual)
+        scheme = None if name == PLAIN else SCHEMES[name](k)
         if scheme is None:
             return None
         return Form(scheme, (Given("weight", FLOATS, ((n, k),)),), lambda raw: scheme.encode(raw["weight"].float()), plain=True)
-
-    def scheme(self, module: str, k: int) -> Scheme | None:
-        """The scheme of a module's matrix; None: plain."""
-        name = next((name for pattern, name in self._rules.items() if self._fits(module, pattern)), None)
-        if name is None:
-            name = PLAIN if outside_linears(module) else self._scheme
-        if name == PLAIN:
-            return None
-        return SCHEMES[name](k)
 
     def _fits(self, module: str, pattern: str) -> bool:
         layer = re.search(r"\.?(?:layers|h)\.([0-9]+)\.", module)
         if pattern in ("first", "last"):
             return layer is not None and int(layer[1]) == (0 if pattern == "first" else self._layers - 1)
         return named(module, [pattern])
-
-
-def reader(config: Mapping[str, Any]) -> _AtLoad:
-    if config["scheme"] not in SCHEMES:
-        raise ModelError(f"quantization_config: scheme is {config['scheme']!r}; possible are {', '.join(SCHEMES)}")
-    return _AtLoad(config)

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.errors import ModelError
-from penstock.quant.dialects import awq, gptq
+from penstock.quant.dialects.awq import AWQ
+from penstock.quant.dialects.gptq import GPTQ
 from penstock.quant.form import Form, Reader, named, setting
-
-METHODS = ("auto-round", "auto_round", "intel/auto-round")
 
 _ZEROS = {"gptq": "gptq", "auto_gptq": "gptq",
           **dict.fromkeys(("auto_round", "gptqmodel", "exllamav2", "triton", "tritonv2"), "gptq_v2")}
@@ -16,6 +15,7 @@ _ZEROS = {"gptq": "gptq", "auto_gptq": "gptq",
 
 
 class _AutoRound(Reader):
+    methods = ("auto-round", "auto_round", "intel/auto-round")
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -26,7 +26,7 @@ class _AutoRound(Reader):
         if kind not in (*_ZEROS, "awq", "auto_awq"):
             raise ModelError(f"quantization_config: packing_format is {packing!r}; possible are auto_round, and auto_round: "
                              f"with auto_awq, {', '.join(_ZEROS)}")
-        self._config, self._module = {**config, "checkpoint_format": _ZEROS.get(kind)}, awq if "awq" in kind else gptq
+        self._config, self._reader = {**config, "checkpoint_format": _ZEROS.get(kind)}, AWQ if "awq" in kind else GPTQ
         self._extra: Mapping[str, Mapping[str, Any]] = config.get("extra_config") or {}
         blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names")
         self._blocks = [blocks] if isinstance(blocks, str) else list(blocks or [])
@@ -40,8 +40,4 @@ class _AutoRound(Reader):
         if int(config.get("bits") or 4) >= 16:
             return None
         settings = {**config, "lm_head": own is not None, "zero_point": not config.get("sym", True), "desc_act": False}
-        read: Reader = self._module.reader(settings)
-        return read.form(module, n, k)
-
-
-reader = _AutoRound
+        return self._reader(settings).form(module, n, k)

@@ -11,8 +11,6 @@ from penstock.ops.bits import pack, turned, unpack
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Grouped
 
-METHODS = ("awq",)
-
 
 def form(n: int, k: int, group: int, zeros: bool, names: tuple[str, str, str] = ("qweight", "scales", "qzeros"), *,
          signed: bool = False, interleaved: bool = True) -> Form:
@@ -37,7 +35,8 @@ def form(n: int, k: int, group: int, zeros: bool, names: tuple[str, str, str] = 
                  Given(zero, ("int32",), ((groups, n // 8),), optional=not zeros)), parts)
 
 
-class _AWQ(Reader):
+class AWQ(Reader):
+    methods = ("awq",)
     suffixes = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -52,6 +51,3 @@ class _AWQ(Reader):
         if outside_linears(module) or named(module, self._plain):
             return None
         return form(n, k, self._group, self._zeros)
-
-
-reader = _AWQ

@@ -13,8 +13,6 @@ from penstock.quant.integer import Int8
 from penstock.quant.normal import TABLES, Table4
 from penstock.quant.scheme import PLAIN
 
-METHODS = ("bitsandbytes",)
-
 _BLOCK = 64
 """Numbers that share a scale; transformers offers no other."""
 
@@ -58,6 +56,7 @@ def _eight(n: int, k: int) -> Form:
 
 
 class _BitsAndBytes(Reader):
+    methods = ("bitsandbytes",)
     suffixes = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
                 "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format")
 
@@ -73,6 +72,3 @@ class _BitsAndBytes(Reader):
         if outside_linears(module) or named(module, self._plain):
             return None
         return _eight(n, k) if self._eight else _four(n, k, self._kind, self._nested, self._storage)
-
-
-reader = _BitsAndBytes

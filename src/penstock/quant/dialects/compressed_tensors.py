@@ -16,8 +16,6 @@ from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, na
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
 
-METHODS = ("compressed-tensors", "compressed_tensors")
-
 _FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
             "mxfp4-pack-quantized", "mxfp8-quantized")
 
@@ -101,6 +99,7 @@ def mxfp(n: int, k: int, bits: int, name: str) -> Form:
 
 
 class _CompressedTensors(Reader):
+    methods = ("compressed-tensors", "compressed_tensors")
     suffixes = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape",
                 "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale")
 
@@ -192,6 +191,3 @@ def _activation(given: Mapping[str, Any] | None, kind: str) -> Activation:
         return "group"
     # Dynamic scales for whole tensors would make a token's answer depend on its batch: each token has its own.
     return "token" if given.get("dynamic", False) or strategy == "token" else "tensor"
-
-
-reader = _CompressedTensors

@@ -10,7 +10,6 @@ from penstock.quant.activations import Activation
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
 from penstock.quant.fp8 import FP8
 
-METHODS = ("fp8", "fbgemm_fp8")
 _KEPT = ("indexer.weights_proj", "eh_proj")  # plain in DeepSeek's files, though no list of the config says so
 
 
@@ -40,6 +39,7 @@ def by_blocks(n: int, k: int, block: tuple[int, int], activation: Activation, sc
 
 
 class _FP8(Reader):
+    methods = ("fp8", "fbgemm_fp8")
     suffixes = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "input_scale_ub")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -61,6 +61,3 @@ class _FP8(Reader):
             # Activations are quantized in groups of 128 columns, as DeepSeek's kernels take them.
             return by_blocks(n, k, self._block, "group" if self._block[1] == 128 else "token")
         return by_rows(n, k, "tensor" if self._scheme == "static" else "token")
-
-
-reader = _FP8

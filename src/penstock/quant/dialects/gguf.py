@@ -11,8 +11,6 @@ from penstock.quant.form import FLOATS, Form, Given, Reader
 from penstock.quant.gguf import GGUF
 from penstock.quant.scheme import PLAIN
 
-METHODS = ("gguf",)
-
 _WHOLE = {**dict.fromkeys("qkv", ("qkv",)), "gate": ("gate_up",), "up": ("gate_up",)}
 """Matrices that files may have of several of a model's."""
 _NORMS = ("pre", "post", "norm", "q_norm", "k_norm")
@@ -37,6 +35,7 @@ def _absorbed(keys: str, values: str, rank: int) -> Form:
 
 
 class _GGUF(Reader):
+    methods = ("gguf",)
     suffixes = ("weight", "k", "v")
     arranged = True
 
@@ -70,6 +69,3 @@ class _GGUF(Reader):
         if self._norms_up and part in _NORMS and name.endswith(".weight"):
             return lambda tensor: tensor - 1
         return None
-
-
-reader = _GGUF

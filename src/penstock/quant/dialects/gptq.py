@@ -11,8 +11,6 @@ from penstock.ops.bits import pack, unpack
 from penstock.quant.form import Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Grouped
 
-METHODS = ("gptq", "gptqmodel")
-
 
 def form(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: bool, older: bool) -> Form:
     """`group` 0 is the whole row. `older`: zeros are stored as one less (version 1)."""
@@ -51,7 +49,8 @@ def form(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: boo
                          Given("g_idx", ("int32",), ((k,),), optional=True)), parts)
 
 
-class _GPTQ(Reader):
+class GPTQ(Reader):
+    methods = ("gptq", "gptqmodel")
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -80,6 +79,3 @@ class _GPTQ(Reader):
         bits, group = setting(config, "bits", (2, 3, 4, 8)), int(config.get("group_size") or -1)
         return form(n, k, bits, 0 if group == -1 else group, symmetric=bool(config.get("sym", True)),
                     ordered=bool(config.get("desc_act", False)), older=self._older)
-
-
-reader = _GPTQ

@@ -11,8 +11,6 @@ from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, outside_li
 from penstock.quant.integer import Grouped
 from penstock.quant.scheme import PLAIN
 
-METHODS = ("hqq",)
-
 _STORED = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1.58: 2, 1: 1}
 """Bits that a code takes by the bits that it is said to have."""
 _FACTS = ("nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero",
@@ -59,6 +57,7 @@ def _tag(module: str) -> str:
 
 
 class _HQQ(Reader):
+    methods = ("hqq",)
     suffixes = ("W_q", "scale", "zero", *_FACTS)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -82,6 +81,3 @@ class _HQQ(Reader):
         if not weight.get("channel_wise", True):
             raise ModelError("quantization_config: channel_wise is false; possible is true")
         return form(n, k, bits, int(weight.get("group_size") or (k if axis == 1 else n)), axis)
-
-
-reader = _HQQ

@@ -14,8 +14,6 @@ from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, out
 from penstock.quant.integer import Grouped
 from penstock.quant.scheme import Factored
 
-METHODS = ("modelopt", "modelopt_fp4")
-
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A16_AWQ", "MXFP8",
                "MIXED_PRECISION")
 _BEHIND_NO_NORM = ("o_proj", "down_proj")
@@ -23,6 +21,7 @@ _BEHIND_NO_NORM = ("o_proj", "down_proj")
 
 
 class _ModelOpt(Reader):
+    methods = ("modelopt", "modelopt_fp4")
     suffixes = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -76,6 +75,3 @@ def _factored(form: Form, k: int) -> Form:
 
 def _algorithm(config: Mapping[str, Any], possible: tuple[str, ...]) -> str:
     return str(setting({"quant_algo": str(config.get("quant_algo")).upper()}, "quant_algo", possible))
-
-
-reader = _ModelOpt

@@ -6,10 +6,9 @@ from typing import Any
 from penstock.quant.form import Form, Given, Reader, named
 from penstock.quant.microscaling import MXFP4
 
-METHODS = ("mxfp4",)
-
 
 class _MXFP4(Reader):
+    methods = ("mxfp4",)
     suffixes = ("_blocks", "_scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -22,6 +21,3 @@ class _MXFP4(Reader):
         return Form(MXFP4(), (Given("_blocks", ("uint8",)), Given("_scales", ("uint8",))),
                     lambda raw: {"weight": raw["_blocks"].flatten(-2).transpose(1, 2), "scale": raw["_scales"].transpose(1, 2)},
                     stacked=True)
-
-
-reader = _MXFP4

@@ -10,14 +10,13 @@ from penstock.quant.dialects.compressed_tensors import int8_rows, mxfp
 from penstock.quant.dialects.fp8 import by_rows
 from penstock.quant.form import Form, Reader, named, outside_linears, setting
 
-METHODS = ("quark",)
-
 
 def _first(given: Any) -> Mapping[str, Any]:
     return (given[0] if isinstance(given, list) else given) or {}
 
 
 class _Quark(Reader):
+    methods = ("quark",)
     suffixes = ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point", "output_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -54,6 +53,3 @@ class _Quark(Reader):
             return mxfp(n, k, 4, "weight")
         setting(weight, "qscheme", ("per_tensor", "per_channel"))
         return (by_rows if kind == "fp8_e4m3" else int8_rows)(n, k, activation)
-
-
-reader = _Quark

@@ -15,8 +15,6 @@ from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, na
 from penstock.quant.fp8 import FP8
 from penstock.quant.integer import Grouped, Int8
 
-METHODS = ("torchao",)
-
 _CODES, _SCALE, _ZERO = (f"._weight_{name}" for name in ("qdata", "scale", "zero_point"))
 _KINDS = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig",
           "Float8DynamicActivationFloat8WeightConfig", "Int4WeightOnlyConfig", "IntxWeightOnlyConfig",
@@ -67,6 +65,7 @@ def _group(granularity: Any, k: int) -> int:
 
 
 class _TorchAO(Reader):
+    methods = ("torchao",)
     suffixes = (_CODES, _SCALE, _ZERO, "weight")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -108,6 +107,3 @@ class _TorchAO(Reader):
             return _signed(n, k, 8, group, self._dtype, symmetric=True)
         return Form(Int8(activation), (given, whole(_SCALE, n), Given(_ZERO, ("int8",), ((n, 1), (n,)), optional=True)),
                     lambda raw: {"scale": by_row(raw[_SCALE], n)}, {"weight": _CODES})
-
-
-reader = _TorchAO
