@@ -37,7 +37,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     with checkpoint.mapped():
         for name, stored in raw.items():
             matrix = schemes.get(name)
-            kind = matrix.kind if isinstance(matrix, GGUF) else _PLAIN[checkpoint.view(stored).dtype]
+            kind = matrix.name if isinstance(matrix, GGUF) else _PLAIN[checkpoint.view(stored).dtype]
             parameter = next((found for rule in rules_of(given) if (found := rule.match(name)) is not None), "")
             listed.append((gguf_writing.name_of(arch, name, parameter), stored.shape, kind if len(stored.shape) > 1 else "f32"))
 

@@ -22,12 +22,8 @@ TABLES = {"nf4": _NF4, "fp4": _FP4}
 class Table4(Weights):
     """weight = table[code] * absmax of its block; codes low bits first."""
 
-    kind: str = "nf4"
+    name: str = "nf4"
     block: int = 64
-
-    @property
-    def name(self) -> str:
-        return self.kind
 
     @property
     def grain(self) -> tuple[int, int]:
@@ -39,8 +35,8 @@ class Table4(Weights):
     def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         absmax = blocks(matrix.float().abs(), self.block).amax(-1).clamp_min(1e-12)
         x = matrix.float() / spread(absmax, self.block, matrix.shape[-1])
-        return {"weight": pack(nearest(x, TABLES[self.kind]), 4), "absmax": absmax}
+        return {"weight": pack(nearest(x, TABLES[self.name]), 4), "absmax": absmax}
 
     def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        values = table(TABLES[self.kind], parts["weight"].device)[unpack(parts["weight"], 4).long()]
+        values = table(TABLES[self.name], parts["weight"].device)[unpack(parts["weight"], 4).long()]
         return (values * spread(parts["absmax"], self.block, values.shape[-1])).to(dtype)
