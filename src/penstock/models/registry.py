@@ -37,14 +37,10 @@ class Registry:
 @cache
 def registry() -> Registry:
     """Every family in `families/`."""
-    architectures: dict[str, ModuleType] = {}
-    model_types: dict[str, ModuleType] = {}
-    for found in pkgutil.iter_modules(families.__path__):
-        module = importlib.import_module(f"{families.__name__}.{found.name}")
-        for family in (module, *getattr(module, "LIKE", ())):
-            architectures.update(dict.fromkeys(family.ARCHITECTURES, family))
-            model_types.update(dict.fromkeys(family.MODEL_TYPES, family))
-    return Registry(architectures, model_types)
+    files = [importlib.import_module(f"{families.__name__}.{found.name}") for found in pkgutil.iter_modules(families.__path__)]
+    every = [family for file in files for family in (file, *getattr(file, "LIKE", ()))]
+    return Registry({name: family for family in every for name in family.ARCHITECTURES},
+                    {name: family for family in every for name in family.MODEL_TYPES})
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType | SimpleNamespace]:
