@@ -110,6 +110,11 @@ def flat(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
+def projections(source: str, target: str) -> dict[str, str]:
+    """The names of a gated feed-forward layer's matrices, for `Rule.named`."""
+    return {f"{source}.{name}_proj.*": f"{target}.{name}.*" for name in ("gate", "up", "down")}
+
+
 def text_part(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """The rules of a text model, which may lie beside towers for images and sound: their tensors are left out."""
     found = (replace(rule, source=rule.source.replace("model.", "[language_model.]model.[language_model.]", 1)
@@ -139,8 +144,7 @@ LATENT_ATTENTION = Rule.named("model.layers.#.self_attn.", {
     "rotary_emb.inv_freq": None})
 """DeepSeek's MLA."""
 
-MLP = Rule.named("model.layers.#.", {"mlp.gate_proj.*": "mlp.gate.*", "mlp.up_proj.*": "mlp.up.*",
-    "mlp.down_proj.*": "mlp.down.*"})
+MLP = Rule.named("model.layers.#.", projections("mlp", "mlp"))
 
 PRE_NORMS = Rule.named("model.layers.#.", {
     "input_layernorm.weight": "attention.pre.weight", "post_attention_layernorm.weight": "mlp.pre.weight"})
@@ -168,14 +172,11 @@ MIXTRAL_EXPERTS = Rule.named("model.layers.#.", {"block_sparse_moe.gate.weight":
 
 EXPERTS = Rule.named("model.layers.#.", {
     "mlp.gate.weight": "mlp.router.weight", "mlp.gate.e_score_correction_bias": "mlp.correction",
-    "mlp.experts.@.gate_proj.*": "mlp.experts.@.gate.*", "mlp.experts.@.up_proj.*": "mlp.experts.@.up.*",
-    "mlp.experts.@.down_proj.*": "mlp.experts.@.down.*",
     "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", stacked),
-    "mlp.experts.down_proj": ("mlp.experts.down.weight", stacked), "mlp.shared_experts.gate_proj.*": "mlp.shared.gate.*",
-    "mlp.shared_experts.up_proj.*": "mlp.shared.up.*", "mlp.shared_experts.down_proj.*": "mlp.shared.down.*"})
+    "mlp.experts.down_proj": ("mlp.experts.down.weight", stacked),
+    **projections("mlp.experts.@", "mlp.experts.@"), **projections("mlp.shared_experts", "mlp.shared")})
 """Router, experts (one by one, or a layer's as one tensor) and shared experts, as DeepSeek names them."""
 
 QWEN_EXPERTS = (*Rule.named("model.layers.#.mlp.", {
-    **{f"shared_expert.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")},
-    "shared_expert_gate.weight": "mlp.shared_gate.weight"}), *EXPERTS)
+    **projections("shared_expert", "mlp.shared"), "shared_expert_gate.weight": "mlp.shared_gate.weight"}), *EXPERTS)
 """The same as Qwen names them. A config's lists of modules are of exact names, so each family has its own first."""

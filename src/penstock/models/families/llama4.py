@@ -14,12 +14,11 @@ DEFAULTS = {"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "hea
             "num_experts_per_tok": 1, "num_local_experts": 16, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192,
             "floor_scale": 8192}
 RULES = rules.text_part((
-    Rule("model.layers.#.feed_forward.router.weight", "blocks.#.mlp.router.weight"),
-    Rule("model.layers.#.feed_forward.experts.gate_up_proj", "blocks.#.mlp.experts.gate_up.weight", rules.stacked_transposed),
-    Rule("model.layers.#.feed_forward.experts.down_proj", "blocks.#.mlp.experts.down.weight", rules.stacked_transposed),
-    *(Rule(f"model.layers.#.feed_forward.shared_expert.{name}_proj.*", f"blocks.#.mlp.shared.{name}.*")
-      for name in ("gate", "up", "down")),
-    *(Rule(f"model.layers.#.feed_forward.{name}_proj.*", f"blocks.#.mlp.{name}.*") for name in ("gate", "up", "down")),
+    *Rule.named("model.layers.#.feed_forward.", {"router.weight": "mlp.router.weight",
+        "experts.gate_up_proj": ("mlp.experts.gate_up.weight", rules.stacked_transposed),
+        "experts.down_proj": ("mlp.experts.down.weight", rules.stacked_transposed),
+        **rules.projections("shared_expert", "mlp.shared")}),
+    *Rule.named("model.layers.#.", rules.projections("feed_forward", "mlp")),
     *rules.LLAMA))
 
 

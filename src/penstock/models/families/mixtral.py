@@ -213,7 +213,7 @@ GRANITE = (
         "shared_mlp.input_linear.weight": "mlp.shared.gate_up.weight",
         "shared_mlp.output_linear.weight": "mlp.shared.down.weight"}),
     *rules.LLAMA)
-_SHARED = {f"shared_mlp.{name}_proj.*": f"mlp.shared.{name}.*" for name in ("gate", "up", "down")}
+_SHARED = rules.projections("shared_mlp", "mlp.shared")
 HUNYUAN = (
     *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", **_SHARED}),
     *rules.EXPERTS,
