@@ -157,7 +157,9 @@ def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
     tokens, taps, last = target.vocab_size, tuple[int, ...](), norm if "norm.weight" in names else NoNormSpec()
     if method == "eagle":
         entry = JoinSpec(width, inputs, bias="fc.bias" in names, tokens=own)
-        blocks = [_without_norm(block) if "layers.0.input_layernorm.weight" not in names else block] + [block] * (layers - 1)
+        # The first layer of EAGLE 1 and 2 reads the joined stream as it is.
+        bare = BlockSpec(((BranchSpec(attention),), block.stages[1]))
+        blocks = [block if "layers.0.input_layernorm.weight" in names else bare] + [block] * (layers - 1)
     else:
         tokens, taps = given.integer("draft_vocab_size", target.vocab_size), _taps(given, target)
         before = given.flag("norm_before_residual", False)
@@ -236,12 +238,6 @@ def _taps(config: Config, target: ModelSpec) -> tuple[int, ...]:
 def usual_taps(layers: int) -> tuple[int, ...]:
     """The blocks whose inputs an EAGLE-3 head reads if nothing else is said, of a target of so many."""
     return 2, layers // 2, layers - 3
-
-
-def _without_norm(block: BlockSpec) -> BlockSpec:
-    """The first layer of EAGLE 1 and 2 reads the joined stream as it is."""
-    (attention,), mlp = block.stages
-    return BlockSpec(((replace(attention, pre=None),), mlp))
 
 
 @dataclass(frozen=True)
