@@ -92,12 +92,8 @@ def _text_parts(content: Any, where: str) -> list[dict[str, Any]]:
     return parts
 
 
-def shape(messages: list[dict[str, Any]], wanted: Shape) -> list[dict[str, Any]]:
-    """Checked messages in the shape that a template takes."""
-    return [_shape_one(message, wanted) for message in messages]
-
-
-def _shape_one(message: dict[str, Any], wanted: Shape) -> dict[str, Any]:
+def shape(message: dict[str, Any], wanted: Shape) -> dict[str, Any]:
+    """A checked message in the shape that a template takes."""
     content = message.get("content")
     if content is None:
         # transformers hands null on, and many templates fail without the field.

@@ -150,7 +150,7 @@ class ChatTemplate:
             raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True. Leave one out",
                                param="continue_final_message", code="invalid_value")
         check_variables(variables)
-        shaped = chat.shape(chat.check(messages), compiled.shape)
+        shaped = [chat.shape(message, compiled.shape) for message in chat.check(messages)]
         if continue_final_message:
             shaped[-1] = _marked(shaped[-1])
         given = {**variables, "messages": shaped, "tools": list(tools) if tools else None,
