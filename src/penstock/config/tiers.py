@@ -32,10 +32,9 @@ def plan_tiers(options: EngineOptions, layout: CacheLayout) -> TierPlan:
     """Raises ConfigError for sizes that could not hold a page, and for settings of tiers that are not there."""
     stores = options.cache_disk is not None or options.cache_remote is not None
     least = _LEAST_SLABS * layout.slab_bytes
+    asked = max(_WAY_BYTES, least) if stores else 0
     if options.cache_host_bytes is not None:
         asked = options.cache_host_bytes // options.ranks
-    else:
-        asked = max(_WAY_BYTES, least) if stores else 0
     if asked < 0 or (stores and not asked):
         raise ConfigError(f"cache_host_bytes is {asked}; it must be above 0 where there is a disk or a remote store, because "
                           "pages reach them by way of host memory")

@@ -71,9 +71,7 @@ class ExpertsSpec:
 
     @property
     def shared(self) -> MLPSpec | None:
-        if not self.shared_inner:
-            return None
-        return MLPSpec(self.width, self.shared_inner, self.glu.kind, bias=self.shared_bias)
+        return MLPSpec(self.width, self.shared_inner, self.glu.kind, bias=self.shared_bias) if self.shared_inner else None
 
     @property
     def gate(self) -> LinearSpec:
