@@ -86,18 +86,16 @@ def single(scale: torch.Tensor) -> torch.Tensor:
 
 def named(module: str, patterns: Iterable[Any]) -> bool:
     """Whether a list of modules has this one: itself, a part of its path, a pattern with *, or re:EXPRESSION."""
-    for given in map(str, patterns):
-        if given.startswith("re:"):
-            if re.match(given[3:], module):
-                return True
-            continue
-        pattern = given.replace("..", ".").strip(".")
-        if "*" in pattern or "?" in pattern:
-            if fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, pattern + ".*"):
-                return True
-        elif f".{pattern}." in f".{module}.":
-            return True
-    return False
+    return any(_names(given, module) for given in map(str, patterns))
+
+
+def _names(given: str, module: str) -> bool:
+    if given.startswith("re:"):
+        return re.match(given[3:], module) is not None
+    pattern = given.replace("..", ".").strip(".")
+    if "*" in pattern or "?" in pattern:
+        return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, pattern + ".*")
+    return f".{pattern}." in f".{module}."
 
 
 def outside_linears(module: str) -> bool:

@@ -1,5 +1,5 @@
-"""Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here: its Reader
-has the `methods` that it reads, and is made of the config, or raises a ModelError that names what is not known."""
+"""Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here. Its
+Reader has the `methods` that it reads, and is made of the config, or raises a ModelError that names what is not known."""
 
 import importlib
 import json

@@ -40,16 +40,14 @@ class _Quark(Reader):
             return None
         activation: Activation = "none" if not given else "token" if given.get("is_dynamic") else "tensor"
         kind = setting(weight, "dtype", ("fp8_e4m3", "int8", "fp4", "uint4", "int4"))
+        setting(weight, "qscheme", ("per_tensor", "per_channel") if kind in ("fp8_e4m3", "int8") else ("per_group",))
         if kind in ("uint4", "int4"):
-            setting(weight, "qscheme", ("per_group",))
             setting({"input_tensors": activation}, "input_tensors", ("none",))
             interleaved = setting(self._export, "pack_method", ("reorder", "order"), "reorder") == "reorder"
             return awq.form(n, k, int(weight.get("group_size") or 0), not weight.get("symmetric"), (
                 "weight", "weight_scale", "weight_zero_point"), signed=kind == "int4", interleaved=interleaved)
         if kind == "fp4":
-            setting(weight, "qscheme", ("per_group",))
             setting(weight, "group_size", (32,))
             setting(weight, "scale_format", ("e8m0",))
             return mxfp(n, k, 4, "weight")
-        setting(weight, "qscheme", ("per_tensor", "per_channel"))
         return (by_rows if kind == "fp8_e4m3" else int8_rows)(n, k, activation)
