@@ -63,12 +63,9 @@ def parse_calls(text: str) -> list[dict[str, Any]]:
 
 
 def _same_call(answer: str, calls: Sequence[Mapping[str, Any]]) -> bool:
-    wanted = parse_calls(answer)
-    made = []
-    for call in calls:
-        arguments = call.get("arguments")
-        made.append({"name": call.get("name"), "arguments": _values(arguments) if isinstance(arguments, str) else arguments})
-    return made == wanted
+    made = [{"name": call.get("name"), "arguments": _values(said) if isinstance(said, str) else said}
+            for call in calls for said in (call.get("arguments"),)]
+    return made == parse_calls(answer)
 
 
 def _values(text: str) -> Any:

@@ -105,10 +105,7 @@ def _read(path: Path, cursor: _Cursor) -> File:
     if version not in (2, 3):
         raise ValueError(f"its version is {version}; possible are 2 and 3, little-endian")
     tensors, keys = cursor.count("the list of tensors"), cursor.count("the metadata")
-    metadata = {}
-    for _ in range(keys):
-        name = cursor.text()
-        metadata[name] = cursor.value(cursor.take("I"))
+    metadata = {cursor.text(): cursor.value(cursor.take("I")) for _ in range(keys)}
     listed = []
     for _ in range(tensors):
         name = cursor.text()
