@@ -46,7 +46,7 @@ class FastVocabulary:
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.size = 1 + max(max(self._core.get_vocab(False).values(), default=-1), max(added, default=-1))
         self._spelling = _spelling(path, self._core)
-        self._table = functools.cache(lambda hidden: Pieces(self._piece, self.size, self._spelling.empty, hidden))
+        self._table = functools.cache(lambda hidden: Pieces[Any](self._piece, self.size, self._spelling.empty, hidden))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # The batch call is the one that has a variant without offsets.

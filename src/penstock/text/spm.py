@@ -41,7 +41,7 @@ class SentencePieceVocabulary:
         self._front = self._end_id(settings, "add_bos_token", True, named.get("bos_token"), core.bos_id())
         self._back = self._end_id(settings, "add_eos_token", False, named.get("eos_token"), core.eos_id())
         self._leading = _leading(core)
-        self._table = functools.cache(lambda hidden: Pieces(self._piece, self.size, "", hidden))
+        self._table = functools.cache(lambda hidden: Pieces[str | int](self._piece, self.size, "", hidden))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = list(self._front) if add_special_tokens else []
