@@ -416,8 +416,6 @@ Places = npt.NDArray[np.int32]
 
 
 class CacheMatch(NamedTuple):
-    """The cached part of a context."""
-
     reach: int
     """The length of the longest prefix from which every cache group can continue."""
     places: list[list[int]]
@@ -455,7 +453,6 @@ class Lookup:
         return self.reach([np.array(ids, np.int32) for ids in places], trail.matched, limit, trail.matched if ends else -1)
 
     def reach(self, places: list[Places], matched: int, limit: int, sealed: int = -1) -> int:
-        """`reach.reach` for this cache's groups."""
         return reach(self.keeps, places, self.page, matched, limit, sealed)
 
 

@@ -127,8 +127,6 @@ BAR_DELAY = 1.0
 
 @dataclass(frozen=True)
 class Api:
-    """An open API and the name by which it knows the model."""
-
     transport: Transport
     model: str
     own: bool = False

@@ -57,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Page:
-    """A page's file."""
-
     path: Path
     nbytes: int
     used: float
@@ -67,8 +65,6 @@ class Page:
 
 @dataclass
 class Kept:
-    """One version of a folder."""
-
     id: str
     facts: dict[str, Any]
     pages: list[Page] = field(default_factory=list)

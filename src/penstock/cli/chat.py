@@ -145,8 +145,6 @@ class Figures:
 
 @dataclass
 class Answer:
-    """One answer as it comes."""
-
     figures: Figures
     parts: list[str] = field(default_factory=list)
     calls: Calls = field(default_factory=Calls)

@@ -94,7 +94,6 @@ class Reply:
         await self._news
 
     async def read(self) -> bytes:
-        """The whole body."""
         return b"".join([data async for _, data in self.chunks()])
 
     async def events(self) -> AsyncIterator[Event]:

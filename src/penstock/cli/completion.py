@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def words() -> Iterator[Words]:
-    """Every command, the first word before all."""
     from penstock.cli.main import COMMANDS, parser_of  # late: main knows this module by name
 
     yield Words("", COMMANDS, {"--help": "show the commands"}, {})

@@ -41,7 +41,6 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
         return cls(str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}")
 
     def error(self) -> PenstockError:
-        """The error, in the parent."""
         return {"config": ConfigError, "model": ModelError}.get(self.kind, EngineDeadError)(self.reason)
 
 
@@ -60,7 +59,6 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
         return cls(error.message, error.param, error.code, error.status, error.retry, key)
 
     def error(self) -> RequestError:
-        """The error, in the parent."""
         return RequestError(self.message, param=self.param, code=self.code, status=self.status, retry=self.retry)
 
 

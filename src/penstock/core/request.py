@@ -247,7 +247,6 @@ class EngineStats(msgspec.Struct, array_like=True):
     kernel_seconds: float = 0.0
     """The part of `worker_seconds` inside the model's forward pass and head."""
     in_flight: int = 0
-    """Plans in flight."""
     grammars_waiting: int = 0
     grammars_compiled: int = 0
     grammars_cached: int = 0
@@ -339,9 +338,7 @@ class EngineInfo(msgspec.Struct):
     kv_bytes: int
     graph_bytes: int = 0
     graphs: int = 0
-    """Number of CUDA graphs."""
     graph_seconds: float = 0.0
-    """Seconds spent capturing them."""
     compiled: int = 0
     """Kernels that were not in the cache on disk."""
     compile_seconds: float = 0.0
@@ -423,7 +420,6 @@ class Sequence:
         self.cached = 0
         """Prompt tokens that the cache had at first admission."""
         self.cached_by_tier: dict[str, int] = {}
-        """`cached` by tier."""
         self.promise = request.arrival
         """When its first token is due, time.time() in seconds. Written by the policy alone."""
         self.forecast = 0.0

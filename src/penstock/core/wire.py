@@ -36,6 +36,5 @@ encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_encoded).enco
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Decodes messages of one type."""
     return msgspec.msgpack.Decoder(kind, dec_hook=lambda kind, value: Path(value) if kind is Path else value,
                                    ext_hook=_extension).decode

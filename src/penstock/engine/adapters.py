@@ -189,7 +189,6 @@ class Adapters:
         return True
 
     def _use(self, request: Request) -> None:
-        """Notes the use of an adapter in host memory."""
         name = request.adapter
         self._resident[name] = self._resident.pop(name)
         if name in self._invocations:

@@ -68,7 +68,6 @@ class Constraints:
         return updates
 
     def count(self, stats: EngineStats) -> None:
-        """Fills in the figures of grammars and masks."""
         compiler, masker = self._compiler, self.masker
         stats.grammars_waiting, stats.grammars_compiled = len(self.requests), compiler.compiled
         stats.grammars_cached, stats.grammar_seconds = compiler.cached, compiler.seconds

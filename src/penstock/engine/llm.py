@@ -88,11 +88,9 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts about the engine."""
         return self.engine.info
 
     def stats(self) -> EngineStats:
-        """The engine's current statistics."""
         return self.engine.stats()
 
     def get_tokenizer(self) -> Tokenizer:

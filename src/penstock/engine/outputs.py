@@ -31,7 +31,6 @@ class _Open:
         self.detokenizer = detokenizer
         self.stops = stops
         self.count = 0
-        """Tokens so far."""
         self.first_token = 0.0
 
 
@@ -168,8 +167,6 @@ def _stop(live: _Live, sequence: _Open, delta: Delta, text: str, stop: str, toke
 
 @dataclass(slots=True)
 class Logprob:
-    """Log probability of a token at its position."""
-
     logprob: float
     rank: int | None = None
     """1 is the most likely."""

@@ -95,8 +95,6 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Answered(msgspec.Struct, array_like=True, tag="answered"):
-    """A call returned a value."""
-
     key: str
     value: msgspec.Raw
 

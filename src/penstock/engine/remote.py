@@ -317,7 +317,6 @@ class RemoteGroup(RankGroup):
         return _RemoteStep(self)
 
     def tell(self, call: str, argument: Any) -> None:
-        """Sends a call or a launch to every rank."""
         self._raise()
         body = encode(argument)
         for rank in self.ranks:

@@ -69,7 +69,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of streaming multiprocessors."""
     return chip(device).multiprocessors
 
 

@@ -89,7 +89,6 @@ class Group:
                 LOG.warning("GPUs cannot map each other's memory, NCCL exchanges short messages: %s", error)
 
     def close(self) -> None:
-        """Lets go of the connections."""
         if self._peers is not None:
             self._peers.close()
         self._group = self._peers = None

@@ -207,7 +207,6 @@ class Shared(Peers):
         return self._size == 2 and not torch.cuda.is_current_stream_capturing()
 
     def sends(self, x: torch.Tensor) -> bool:
-        """Whether `send` serves x."""
         return x.nbytes <= LONG and x.is_contiguous() and self.copies
 
     def send(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -40,7 +40,6 @@ class Kept:
         self._path = folder / f"{digest.hexdigest()}.json"
 
     def read(self) -> Any:
-        """Returns the stored value; None if there is none."""
         try:
             return json.loads(self._path.read_text())
         except (OSError, ValueError):

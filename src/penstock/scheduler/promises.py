@@ -306,7 +306,6 @@ class Forecast:
         return self._errors[sequence.request.tier, sequence.stretched]
 
     def planned(self, step: InFlight, now: float, entered: int, waiting: bool) -> None:
-        """As `Policy.planned`."""
         self._span += min(1.0, now - self._at)
         self._at = now
         if self._span > 2 * _TURNOVER:

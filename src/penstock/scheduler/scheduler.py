@@ -288,7 +288,6 @@ class Scheduler:
         self._news.append(update)
 
     def take_updates(self) -> list[Update]:
-        """Returns the updates since the last call."""
         news = self._news.copy()
         self._news.clear()
         return news

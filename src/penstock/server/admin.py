@@ -35,7 +35,6 @@ class Admin:
         self.page = metrics_page(state.fleet, lambda: state.connections)
 
     def routes(self) -> Sequence[Route]:
-        """The routes, which belong to no dialect."""
         return (
             Route("GET", "/health", self.health, "Whether the engine is alive and makes progress", answer=dict[str, str]),
             Route("GET", "/ready", self.ready, "Whether a request would be taken now", answer=dict[str, str]),

@@ -105,7 +105,6 @@ class Connections:
         self._pieces.append((transport, piece))
 
     def flush(self) -> None:
-        """Writes what waits."""
         pieces, self._pieces = self._pieces, []
         for transport, piece in pieces:
             if not transport.is_closing():
@@ -152,7 +151,6 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def waiting(self, connection: Connection) -> None:
-        """The connection waits for its next request."""
         if connection in self.all:
             self._waiting[connection] = None
 

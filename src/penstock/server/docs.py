@@ -10,7 +10,6 @@ summary{cursor:pointer}b.m{display:inline-block;width:4rem;color:#06c}td,th{text
 
 
 def docs_page(document: dict[str, Any]) -> str:
-    """The page for a document of `schema.openapi`."""
     title = f"{document['info']['title']} {document['info']['version']}"
     routes = "".join(_route(path, method, described, document["components"]["schemas"])
                      for path, methods in document["paths"].items() for method, described in methods.items())

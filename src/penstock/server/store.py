@@ -89,7 +89,6 @@ class Store:
             return work(self._database)
 
     def close(self) -> None:
-        """Ends the thread when all calls are done."""
         self._thread.shutdown(wait=True)
         if self._database is not None:
             self._database.connection.close()
@@ -257,6 +256,5 @@ def asked(http: Request, most: int = 100) -> Asked:
 
 
 def listed(data: Sequence[dict[str, Any]], more: bool) -> Response:
-    """A page of objects."""
     return json_response({"object": "list", "data": data, "first_id": data[0]["id"] if data else None,
                           "last_id": data[-1]["id"] if data else None, "has_more": more})

@@ -9,8 +9,6 @@ _KEPT = 16
 
 
 class Clock:
-    """Measures each step in an interval."""
-
     def __init__(self, device: torch.device) -> None:
         self._intervals: list[Interval] = [DeviceInterval() if device.type == "cuda" else Interval() for _ in range(_KEPT)]
         self._next = 0
@@ -71,8 +69,6 @@ class Interval:
 
 
 class DeviceInterval(Interval):
-    """An interval measured by CUDA events."""
-
     def __init__(self) -> None:
         super().__init__()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]

@@ -30,8 +30,6 @@ Progress = Callable[[int, float, list[float]], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The numbers of a training run."""
-
     steps: int
     batch: int
     """Windows of a step."""

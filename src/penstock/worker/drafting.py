@@ -113,8 +113,6 @@ class Host:
 
 
 class Chooser:
-    """Chooses drafts from hidden states of a drafter's model."""
-
     def __init__(self, host: Host, model: Decoder, size: Callable[[int], int],
                  tokens: tuple[torch.Tensor | slice, torch.Tensor] | None = None,
                  bias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None) -> None:

@@ -147,7 +147,6 @@ class Fence:
             torch.cuda.current_stream().wait_event(event)
 
     def wait(self) -> None:
-        """Blocks until the work is done."""
         event = self._future.result()
         if event is not None:
             event.synchronize()

@@ -41,8 +41,6 @@ LOG = logging.getLogger("penstock")
 
 
 class PageReader:
-    """Reads pages of one version from one store."""
-
     def __init__(self, store: Store, version: bytes) -> None:
         self._store = store
         self._version = version

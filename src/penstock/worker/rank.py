@@ -96,7 +96,6 @@ class Rank:
 
     @property
     def worker(self) -> Worker:
-        """The worker, once prepared."""
         assert self._worker is not None
         return self._worker
 
@@ -377,7 +376,6 @@ def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.
 
 
 def notes(kernels: registry.Kernels, facts: DeviceFacts) -> list[str]:
-    """Returns notes for the user about the bound kernels."""
     looking = kernels.uncapturable() if facts.kind != "cpu" else []
     if not looking:
         return []

@@ -97,8 +97,6 @@ class Sampled:
 
 
 class Sampler:
-    """Serves the rows of one worker."""
-
     def __init__(self, ops: SampleOps, rows: Rows, capturable: bool = False, model: Decoder | None = None) -> None:
         """`capturable`: a CUDA graph can hold `ops.choose`. `model`: knows its share of the vocabulary; None: all."""
         self._ops = ops

@@ -259,7 +259,6 @@ class StepBuilder:
         return there[parts.shift][:1], there[parts.lines_row][:count], there[parts.lines_position][:count]
 
     def lines(self, parts: Parts, plan: StepPlan, picks: Picks) -> LogitsRows:
-        """Returns the rows and positions of the step's logits rows."""
         there, chosen, count = self._staging.device(parts.size), picks.segments, len(picks.segments)
         row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
         return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1 + self._ahead, row, position)

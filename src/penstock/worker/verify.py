@@ -24,8 +24,6 @@ STRICT = Speculation("")
 
 
 class Verifier:
-    """Verifies drafts for the rows of one worker."""
-
     def __init__(self, rows: Rows, rule: Speculation = STRICT) -> None:
         self._rows = rows
         self.thinking = Thinking(rows, rule) if rule.relaxed else None
@@ -85,7 +83,6 @@ class Thinking:
         """[row] whether it thinks."""
 
     def enter(self, enters: Iterable[Enter]) -> None:
-        """Takes in rows that enter."""
         for enter in enters:
             begin, end = enter.params.reasoning_start_ids or [], enter.params.reasoning_end_ids or []
             fits = len(end) == 1 and len(begin) < 2

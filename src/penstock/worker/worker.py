@@ -301,7 +301,6 @@ class Worker:
             torch.cuda.empty_cache()
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Executes a plan and waits for its result."""
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Launched:

@@ -32,8 +32,6 @@ _STALE_SECONDS = 60.0
 
 
 class Source:
-    """The measured throughput of a tier."""
-
     def __init__(self) -> None:
         self.rate = 0.0
         """Bytes per second; 0 until measured."""

@@ -12,8 +12,6 @@ from penstock.core.state import CacheLayout
 
 
 class HostSlots:
-    """The slots of the host arena, by page."""
-
     def __init__(self, layout: CacheLayout, slabs: int) -> None:
         self.layout = replace(layout, slabs=slabs)
         self.evicted = 0

@@ -42,7 +42,6 @@ def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _batches(run: "_Run", args: argparse.Namespace) -> list[float]:
-    """The seconds of each measured batch."""
     seconds: list[float] = []
     for turn in range(args.num_iters_warmup + args.num_iters):
         if turn == args.num_iters_warmup:

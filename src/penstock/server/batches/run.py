@@ -295,8 +295,6 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Batches(OpenAIForm):
-    """The dialect over one server's state; `runner` does the work."""
-
     def __init__(self, state: State, runner: Runner) -> None:
         super().__init__(state)
         self.runner = runner

@@ -59,7 +59,6 @@ class Service:
         self._state = state
 
     def handler(self) -> Any:
-        """The methods, as a server takes them."""
         made = {}
         for method, streams in METHODS.items():
             make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler

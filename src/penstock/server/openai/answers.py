@@ -132,8 +132,6 @@ def fingerprint(info: EngineInfo | None) -> str | None:
 
 
 class Growth:
-    """One choice, as accumulated so far."""
-
     __slots__ = ("finish_reason", "logprobs", "prompt_logprobs", "started", "stop_reason", "text", "token_ids")
 
     def __init__(self) -> None:
@@ -180,7 +178,6 @@ class ChoicesAnswer(ABC):
         self.usage_always = self.usage_at_end and bool(options and options.continuous_usage_stats)
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """Server-sent events for these deltas."""
         if len(deltas) == 1:
             return self.event(self.choice_of(deltas[0]), deltas[0])
         parts: dict[int, list[Delta]] = {}

@@ -155,8 +155,6 @@ class ChatAnswer(ChoicesAnswer):
 
 
 class Prepared(NamedTuple):
-    """A conversation that is ready for the engine."""
-
     model: str
     """The served name by which it was asked."""
     request: EngineRequest
@@ -166,7 +164,6 @@ class Prepared(NamedTuple):
     """The tools that the model may call."""
 
     def parser(self, state: State) -> Parser:
-        """A parser for an answer."""
         return state.llm.inputs.parser(self.prompt, self.tools)
 
 

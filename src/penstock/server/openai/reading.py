@@ -110,8 +110,6 @@ def as_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class Reading:
-    """One choice's answer, read as it grows."""
-
     def __init__(self, parser: Parser, body: ChatRequest, details: CompletionDetails) -> None:
         """`details` count reasoning: a token that makes nothing certain, such as a marker, goes with the text behind it."""
         self.parser = parser

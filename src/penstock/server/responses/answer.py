@@ -57,7 +57,6 @@ class ResponseAnswer(BlocksAnswer):
     # -- the protocol of `respond`, and the events before the first delta
 
     def opening(self) -> bytes:
-        """The first events."""
         names = ("response.created", *(("response.queued",) if self.response["status"] == "queued" else ()))
         return self._written({"type": name, "response": self.response} for name in names)
 

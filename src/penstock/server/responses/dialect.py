@@ -29,8 +29,6 @@ from penstock.server.store import Database, Ref, asked, listed, missing, number,
 
 
 class Stored(msgspec.Struct):
-    """A response as it is kept."""
-
     response: dict[str, Any]
     input: list[r.Item]
     """Its own input items."""

@@ -45,8 +45,6 @@ class LoadedBlock(LoadedDrafter):
 
 
 class Block(Drafter):
-    """A block diffusion head on the rows of one worker."""
-
     def __init__(self, model: Decoder, loaded: LoadedBlock, host: Host) -> None:
         self._runner = Runner(model, host.rows, host.page)
         self._runner.graphs = host.capture(model)

@@ -17,8 +17,6 @@ _STEPS = 64
 
 
 class Lookahead(NGram):
-    """Searches the rows and their pools."""
-
     stays = True
 
     def __init__(self, shortest: int, longest: int, most: int, host: Host) -> None:

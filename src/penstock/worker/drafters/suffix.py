@@ -15,8 +15,6 @@ _STORED = 1 << 15
 
 
 class Suffix(NGram):
-    """Searches the rows and the ring."""
-
     voters = 16
 
     def __init__(self, shortest: int, longest: int, host: Host) -> None:

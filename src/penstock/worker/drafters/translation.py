@@ -17,8 +17,6 @@ _SHARED = 64
 
 @dataclass(frozen=True)
 class Translation:
-    """From one vocabulary to another, and back."""
-
     reads: torch.Tensor
     """[target's vocabulary] int32: the draft model's token for each of the target's. One without a counterpart is read as the
     last of the tokens that its text has in the other tokenizer."""
