@@ -29,10 +29,10 @@ def llm() -> Any:
 
 def test_start_compiles_nothing_in_its_own_process() -> None:
     """It finds everything in the cache that other processes have filled: the rehearsal forgets no kernel."""
-    before, loaded = len(compile.compiled()), compile.loads()
+    before, loaded = len(compile.tally.names), compile.tally.loaded
     LLM(dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=24, max_num_batched_tokens=4000,
         kv_cache_memory_bytes=1 << 28).close()
-    assert compile.compiled()[before:] == [] and compile.loads() - loaded > 10
+    assert compile.tally.names[before:] == [] and compile.tally.loaded - loaded > 10
 
 
 def test_nothing_is_compiled_after_ready(llm: LLM) -> None:
@@ -46,7 +46,7 @@ def test_nothing_is_compiled_after_ready(llm: LLM) -> None:
                      {"repetition_penalty": 1.3, "logprobs": 0}, {"logit_bias": {7: 3.0}}, {"prompt_logprobs": 1},
                      {"allowed_token_ids": [5, 6]}, {"min_tokens": 2, "stop_token_ids": [9]}):
             tokens(llm, SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 4, "detokenize": False} | more), prompts)
-    assert compile.count() == before, compile.compiled()[before:]
+    assert compile.count() == before, compile.tally.names[before:]
 
 
 @pytest.mark.parametrize("operation", ["attention", "rope_write", "sample", "linear", "rms_norm", "*"])

@@ -58,9 +58,9 @@ with compile.recording(CHIP):
     knobs.runtime.jit_cache_hook = None  # Triton looks for the kernel as it does on a GPU, and only the launch is left out
     launch(rows=(1, 2, 77, 1055, 8192))
     launch(width=96, rows=(1, 300))
-    known = compile.count(), compile.loads()
+    known = compile.count(), compile.tally.loaded
     launch(width=80, rows=(1,))
-print(json.dumps({"known": known, "other": compile.count(), "names": compile.compiled()}))
+print(json.dumps({"known": known, "other": compile.count(), "names": compile.tally.names}))
 """
 
 SWEEP = PRELUDE + """

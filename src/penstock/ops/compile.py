@@ -51,35 +51,25 @@ class Tally:
     compiled: int = 0
     loaded: int = 0
     names: list[str] = field(default_factory=list)
-    """Of those compiled."""
+    """Of those compiled, in order."""
     key: Future[str] | None = None
     """Triton's own: a hash of its files."""
 
 
-_tally = Tally()
+tally = Tally()
 
 
 def count() -> int:
     """Kernels compiled in this process since `watch`."""
-    return _tally.compiled
-
-
-def loads() -> int:
-    """Kernels that this process has taken from the cache on disk since `watch`."""
-    return _tally.loaded
-
-
-def compiled() -> list[str]:
-    """The names of those that `count` counts, in order."""
-    return list(_tally.names)
+    return tally.compiled
 
 
 def _listen(*, src: Any, cache_hit: bool, **_more: Any) -> None:
     if cache_hit:
-        _tally.loaded += 1
+        tally.loaded += 1
     else:
-        _tally.compiled += 1
-        _tally.names.append(src.name)
+        tally.compiled += 1
+        tally.names.append(src.name)
 
 
 def watch() -> bool:
@@ -95,7 +85,7 @@ def watch() -> bool:
 
     knobs.compilation.listener = _listen
     # Hashes Triton's own files for a second, without the interpreter's lock; every look into the cache needs the result.
-    _tally.key = ThreadPoolExecutor(1).submit(triton_key)
+    tally.key = ThreadPoolExecutor(1).submit(triton_key)
     return True
 
 
@@ -238,8 +228,8 @@ class Compilation:
             return
         from penstock.ops.compile_worker import import_kernels
 
-        if _tally.key is not None:
-            _tally.key.result()
+        if tally.key is not None:
+            tally.key.result()
         for job in self._all:
             try:
                 kernel = getattr(import_kernels(job.module), job.kernel).preload(job.data)
@@ -264,7 +254,7 @@ class Compilation:
 
     def _serve(self) -> None:
         """Runs one compiler process until no jobs are left."""
-        key = "" if _tally.key is None else _tally.key.result()
+        key = "" if tally.key is None else tally.key.result()
         major, minor = self._capability
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with subprocess.Popen([sys.executable, "-m", "penstock.ops.compile_worker", str(10 * major + minor), key], text=True,
