@@ -43,15 +43,14 @@ class Policy:
 class TailFirst(Policy):
     """T-LRU: evicts the last tokens of a conversation first, as long as the prefill of its next turn stays within a budget.
 
-    A page of a context of L tokens may be evicted early if the tokens before it still cover L + question - budget: then the
-    next turn, which is `question` tokens longer, prefills at most `budget` tokens. Both are in tokens."""
+    A page of a context of L tokens may be evicted early if the tokens before it still cover L + 256 - 1024: then the next turn,
+    which is 256 tokens longer, prefills at most 1024 tokens."""
 
-    def __init__(self, page: int, budget: int = 1024, question: int = 256) -> None:
+    def __init__(self, page: int) -> None:
         self._page = page
-        self._slack = question - budget
 
     def kind(self, node: Node) -> int:
-        return 0 if node.end - self._page >= node.longest + self._slack else 1
+        return 0 if node.end - self._page >= node.longest + 256 - 1024 else 1
 
     def worth(self, kind: int, age: int) -> float:
         return kind * float(1 << 60) - age

@@ -29,11 +29,11 @@ class Text(NamedTuple):
     add_special_tokens: bool = True
 
 
-def embedding_pool(inputs: Inputs, kind: str | None = None) -> Pool:
-    """The pooling of an embedding, by default the model's own. RequestError where there is none."""
+def embedding_pool(inputs: Inputs) -> Pool:
+    """The pooling of an embedding, as the model has it. RequestError where there is none."""
     if inputs.pooler.refused:
         raise RequestError(f"this model cannot embed: {inputs.pooler.refused}", code="unsupported_parameter")
-    return Pool(kind or inputs.pooler.kind)
+    return Pool(inputs.pooler.kind)
 
 
 def class_pool(inputs: Inputs, each: bool = False) -> Pool:

@@ -8,7 +8,7 @@ import bisect
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from penstock.worker.dummy import dummy_plan, filled, spread
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, Sampler
 from penstock.worker.step import Branches, Bucket, Parts, Picks, StepBuilder, picks_of
-
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
 
 _T = TypeVar("_T")
 _SAMPLE = int(Want.SAMPLE)
@@ -104,7 +101,7 @@ class Graphs:
     def capture(self) -> None:
         """Runs every bucket once, so that kernels are compiled and loaded, and captures it. Rows must be unused."""
         began = time.perf_counter()
-        self._pool = pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             # Single tokens, or segments of the maximum length.
             plans = [(bucket, dummy_plan(spread(bucket.tokens, bucket.segments) if bucket.tokens == bucket.segments
@@ -119,9 +116,9 @@ class Graphs:
                     deltas = self._deltas(plan, bucket, picks_of(plan)) if adapted else None
                     self._decode(bucket, parts, deltas)
                     self._stream.synchronize()
-                    self._captured[key] = self._capture(pool, partial(self._run, bucket, parts, deltas))
+                    self._captured[key] = self._capture(partial(self._run, bucket, parts, deltas))
                     if self._chooses(bucket):
-                        self._decodes[key], _ = self._capture(pool, partial(self._decode, bucket, parts, deltas))
+                        self._decodes[key], _ = self._capture(partial(self._decode, bucket, parts, deltas))
         self._stream.synchronize()
         self.seconds = time.perf_counter() - began
 
@@ -136,13 +133,13 @@ class Graphs:
                 parts = self.builder.fill(plan, bucket, picks_of(plan), passes=none)
                 run(bucket, parts)
                 self._stream.synchronize()
-                found[bucket], _ = self._capture(self._pool, partial(run, bucket, parts))
+                found[bucket], _ = self._capture(partial(run, bucket, parts))
         return found
 
-    def _capture(self, pool: "_POOL_HANDLE", run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    def _capture(self, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
         """Captures `run` into a graph. Returns the graph and the result of `run`."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         found = run()
         graph.capture_end()
         return graph, found
@@ -209,15 +206,12 @@ class Graphs:
 
 
 class Runner:
-    """One model on the rows of a worker."""
-
     def __init__(self, model: Decoder, rows: Rows, page: int) -> None:
         self.model = model
         self.builder = StepBuilder(model, rows, page)
         self.graphs: Graphs | None = None
         self.adapters: Adapters | None = None
         self.pipe: Pipe | None = None
-        """The links of a pipeline stage."""
 
     def begin_at(self, length: torch.Tensor) -> None:
         """Segments with slack begin at these numbers of known tokens [row]."""

@@ -48,7 +48,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
         # An eager step may need any number of hidden states, all for scored prompts. First, as its kernels compile longest.
         _forward(model, Bucket(tokens, 1), known, tables, page, None)
         # Any number of rows may be sampled after any step.
-        for lines in _examples(1, tokens) if spec.ends and not spec.head.borrowed else ():
+        for lines in _examples(tokens) if spec.ends and not spec.head.borrowed else ():
             logits = model.head(torch.empty(lines, spec.width, dtype=dtype, device=_META))
             if lines in (1, 2, rows) and kernels.chosen["sample"].capturable:
                 # Several ranks exchange candidates; what else there is to do, each does with the gathered logits.
@@ -62,7 +62,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
             _forward(model, bucket, known, tables, page, bucket.segments)
             if slabs is not None:
                 _forward(model, bucket, known, tables, page, bucket.segments, slabs=slabs)
-        for ends in _examples(1, fitted(rows)):
+        for ends in _examples(fitted(rows)):
             _forward(model, Bucket(tokens, 1), known, tables, page, ends)
         # Where drafts are verified, segments move.
         of = Moving(*(torch.empty(rows, dtype=_INTS, device=_META) for _ in Moving._fields))
@@ -72,7 +72,7 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
             _forward(model, Bucket(tokens, 1), known, tables, page, 1, before)
         if isinstance(model.embedding, Join):
             # A draft head reads the target's states before its step.
-            for size in _examples(1, fitted(tokens)):
+            for size in _examples(fitted(tokens)):
                 model.embedding.reduce(torch.empty(size, model.embedding.spec.read, dtype=dtype, device=_META))
     return list(jobs.values())
 
@@ -85,15 +85,11 @@ class _Silent(AttentionOps):
 
 
 class _SilentExperts(ExpertsOps):
-    """The same for mixtures of experts."""
-
     def apply(self, x: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
         return torch.empty_like(x)
 
 
 class _SilentLora(LoraOps):
-    """The same for adapters."""
-
     def shrink(self, x: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
         return x
 
@@ -115,15 +111,15 @@ def _without_values(kernels: Kernels) -> Kernels:
 
 def buckets(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Bucket]:
     """Buckets of captured steps, and samples of eager ones, of any size: where no graph serves or prompts are scored."""
-    eager = {Bucket(size, segments) for size in _examples(1, fitted(tokens)) for segments in (1, min(fitted(rows), size))}
+    eager = {Bucket(size, segments) for size in _examples(fitted(tokens)) for segments in (1, min(fitted(rows), size))}
     padded = Buckets(graph_tokens, rows, max_model_len).all() if graph_tokens else []
     return sorted(eager.union(padded), key=lambda bucket: (bucket.tokens, bucket.segments))
 
 
-def _examples(least: int, most: int) -> list[int]:
+def _examples(most: int) -> list[int]:
     """Returns all small sizes, and larger ones around the sizes where launches change: powers of two and multiples of 128."""
     powers = [size for power in range(7, 20) for size in (1 << power, (1 << power) + 1, 3 << (power - 1))]
-    return [size for size in sorted({least, most, *range(1, 129), *range(128, 1 << 14, 128), *powers}) if least <= size <= most]
+    return [size for size in sorted({most, *range(1, 129), *range(128, 1 << 14, 128), *powers}) if size <= most]
 
 
 def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len: int, page: int) -> tuple[Decoder, int]:

@@ -104,10 +104,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, EngineOptions, skip=("model", "seed"))
 
 
-def _add_workload(parser: argparse.ArgumentParser, num_prompts: int) -> None:
+def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Workload")
-    group.add_argument("--num-prompts", type=integer, default=num_prompts, metavar="N",
-                       help=f"requests (default: {num_prompts})")
+    group.add_argument("--num-prompts", type=integer, default=100, metavar="N", help="requests (default: 100)")
     group.add_argument("--random-input-len", type=integer, default=512, metavar="N", help="prompt tokens (default: 512)")
     group.add_argument("--random-output-len", type=integer, default=128, metavar="N", help="output tokens (default: 128)")
     group.add_argument("--random-range-ratio", type=number, default=0.0, metavar="R",
@@ -135,7 +134,7 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
     _add_engine(parser)
     add_common(parser)
-    _add_workload(parser, 100)
+    _add_workload(parser)
     _add_profile(parser)
 
 
@@ -152,7 +151,7 @@ def _add_profile(parser: Any) -> None:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
-    _add_workload(parser, 100)
+    _add_workload(parser)
     target = parser.add_argument_group("Server")
     target.add_argument("--url", default="http://127.0.0.1:8000", help="its address (default: http://127.0.0.1:8000)")
     target.add_argument("--model", metavar="NAME", help="name to ask for (default: the server's first)")
