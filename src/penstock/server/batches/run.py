@@ -5,7 +5,6 @@ were being answered are asked again, so that each has one answer. `Batches` has 
 
 import asyncio
 import contextlib
-import functools
 import time
 import uuid
 from collections import Counter, deque
@@ -105,26 +104,21 @@ class Runner:
     # -- one batch
 
     async def _run(self, named: Ref) -> None:
-        try:
-            while await self._held_up(named):
+        while True:
+            try:
+                await self._work(named)
+                return
+            except RequestError as error:
+                if error.code != FAILED:
+                    # Its file has gone.
+                    await self._fail(named, [{"code": error.code, "line": None, "message": error.message, "param": None}])
+                    return
+                # The store has failed, which may pass (a full disk): what was answered is kept.
+                LOG.error("the batch %s goes on in %.0f s: %s", named.name, STORE_SECONDS, error.message)
                 await asyncio.sleep(STORE_SECONDS)
-        except RequestError as error:
-            # Its file has gone.
-            await self._fail(named, [{"code": error.code, "line": None, "message": error.message, "param": None}])
-        except Exception:
-            LOG.exception("the batch %s stopped; it goes on at the next start", named.name)
-            raise
-
-    async def _held_up(self, named: Ref) -> bool:
-        """Works on a batch. Whether the store has failed, which may pass (a full disk): what was answered is kept."""
-        try:
-            await self._work(named)
-        except RequestError as error:
-            if error.code != FAILED:
+            except Exception:
+                LOG.exception("the batch %s stopped; it goes on at the next start", named.name)
                 raise
-            LOG.error("the batch %s goes on in %.0f s: %s", named.name, STORE_SECONDS, error.message)
-            return True
-        return False
 
     async def _work(self, named: Ref) -> None:
         def read(database: Database) -> tuple[Batch, bytes, set[int], int]:
@@ -163,7 +157,7 @@ class Runner:
                 if slot is not None:
                     self._flying[slot] += 1
                     task = asyncio.create_task(self._ask(named, slot, waiting[slot].popleft(), counts))
-                    task.add_done_callback(functools.partial(self._landed, slot))
+                    task.add_done_callback(lambda _, slot=slot: self._flying.subtract([slot]))
                     pending.add(task)
                     continue
                 if not pending and not any(waiting.values()):
@@ -178,9 +172,6 @@ class Runner:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-
-    def _landed(self, slot: Slot, _: asyncio.Task[None]) -> None:
-        self._flying[slot] -= 1
 
     def _next(self, waiting: dict[Slot, deque[Ask]], busy: bool) -> Slot | None:
         """The model whose next line may be asked now. One that is not loaded waits while lines of others run (`busy`)."""
