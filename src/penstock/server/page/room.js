@@ -4,7 +4,7 @@ import { events, h } from "./net.js";
 
 const HISTORY = 120, SPAN = 30;
 const past = [];
-let running = null, facts = null, parts = null, steps = [];
+let running = null, parts = null, steps = [];
 
 const hue = id => [...id].reduce((sum, letter) => (sum * 31 + letter.charCodeAt(0)) % 360, 7) * 137 % 360;
 const paint = (id, light = 52) => `hsl(${hue(id)} 62% ${light}%)`;
@@ -220,7 +220,7 @@ export async function watch() {
     try {
       for await (const event of events("engine/events", undefined, mine.signal)) {
         parts.error.textContent = "";
-        if (event.info) drawFacts(facts = event);
+        if (event.info) drawFacts(event);
         else draw(event);
       }
     } catch (error) {

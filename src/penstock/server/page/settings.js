@@ -62,17 +62,15 @@ export const summary = panel => FIELDS.filter(([name]) => saved[panel][name] && 
 
 function control([name, label, kind, hint], panel, models) {
   const one = saved[panel];
-  const keep = event => {
-    one[name] = event.target.value;
-    localStorage.setItem("settings", JSON.stringify(saved));
-  };
   let field;
   if (kind === "number") field = h("input", { type: "number", min: hint[0], max: hint[1], step: hint[2], placeholder: "default" });
   else if (kind === "text") field = h("textarea", { rows: one[name] ? 4 : 1, spellcheck: false });
   else field = h("select", {}, (kind === "model" ? models : hint).map(value => h("option", { value }, value || "default")));
   field.value = one[name] || (kind === "model" ? models[0] || "" : "");
-  field.onchange = keep;
-  field.oninput = keep;
+  field.onchange = field.oninput = event => {
+    one[name] = event.target.value;
+    localStorage.setItem("settings", JSON.stringify(saved));
+  };
   return h("label", {}, label, field);
 }
 

@@ -1,20 +1,15 @@
 // Conversations in the browser's own database (IndexedDB). Nothing of them is sent anywhere but in the user's own requests.
 
-const open = new Promise((resolve, reject) => {
-  const asked = indexedDB.open("penstock", 1);
-  asked.onupgradeneeded = () => asked.result.createObjectStore("chats", { keyPath: "id" });
+const answered = asked => new Promise((resolve, reject) => {
   asked.onsuccess = () => resolve(asked.result);
   asked.onerror = () => reject(asked.error);
 });
 
-async function run(mode, work) {
-  const database = await open;
-  return new Promise((resolve, reject) => {
-    const asked = work(database.transaction("chats", mode).objectStore("chats"));
-    asked.onsuccess = () => resolve(asked.result);
-    asked.onerror = () => reject(asked.error);
-  });
-}
+const opening = indexedDB.open("penstock", 1);
+opening.onupgradeneeded = () => opening.result.createObjectStore("chats", { keyPath: "id" });
+const open = answered(opening);
+
+const run = async (mode, work) => answered(work((await open).transaction("chats", mode).objectStore("chats")));
 
 export const chats = {
   all: async () => (await run("readonly", store => store.getAll())).sort((a, b) => b.time - a.time),
