@@ -35,8 +35,6 @@ def read_tools(path: str) -> list[dict[str, Any]]:
 
 
 class Calls:
-    """The calls of one answer, as they come."""
-
     def __init__(self) -> None:
         self._parts: dict[int, dict[str, Any]] = {}
 

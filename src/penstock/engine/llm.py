@@ -108,7 +108,6 @@ class LLM:
         return self.engine.reset_prefix_cache()
 
     def start_profile(self) -> None:
-        """Begins to record the ranks' steps."""
         self.engine.start_profile()
 
     def stop_profile(self, folder: str) -> list[str]:

@@ -89,8 +89,6 @@ class LoadProgress(msgspec.Struct, array_like=True, tag="loading"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine can take requests."""
-
     info: EngineInfo
 
 

@@ -246,6 +246,5 @@ def _bytes(heads: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
 
 
 def register_all(owner: "CpuOperations", name: str, rank: int) -> None:
-    """Enters the schemes' kernels of one library."""
     for scheme in NAMES:
         register(f"linear.{scheme}", name, rank=rank, supports=owner.supports, dtypes=tuple(_CODES))(CodedCpu(owner))

@@ -47,8 +47,6 @@ class PackedWeight(Weight):
 
 
 class _Owned:
-    """A part of the operations of one library."""
-
     def __init__(self, owner: "CpuOperations") -> None:
         self._owner = owner
 
@@ -107,7 +105,6 @@ class CpuExperts(_Owned, ExpertsOps):
 
     @property
     def run(self) -> Any:
-        """The library's function, of `told`."""
         return self._owner.lib.penstock_experts
 
     def told(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, up: torch.Tensor,

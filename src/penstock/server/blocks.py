@@ -41,8 +41,6 @@ class Change(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one answer, read by its parser."""
-
     def __init__(self, parser: Parser, one_call: bool = False) -> None:
         """`one_call`: calls after the first are left out."""
         self.all: list[Block] = []
@@ -126,6 +124,5 @@ class BlocksAnswer:
         return self.blocks.push(delta.text, delta.finish_reason is not None)
 
     def add(self, deltas: list[Delta]) -> None:
-        """Accumulates deltas for a response that is not streamed."""
         for delta in deltas:
             self.take(delta)

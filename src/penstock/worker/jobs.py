@@ -21,8 +21,6 @@ _SILENT_SECONDS = 10.0
 
 
 class Reports:
-    """Results of transfers, collected from threads."""
-
     def __init__(self) -> None:
         self.write_results: deque[WriteResult] = deque()
         self._load_results: list[LoadResult] = []
@@ -47,7 +45,6 @@ class Reports:
             self._some.wait_for(lambda: bool(self._load_results), seconds)
 
     def take(self) -> tuple[list[LoadResult], list[WriteResult]]:
-        """Returns the results since the last call."""
         with self._some:
             load_results, self._load_results = self._load_results, []
         return load_results, [self.write_results.popleft() for _ in range(len(self.write_results))]

@@ -91,7 +91,6 @@ class Rank:
 
     @property
     def overlaps(self) -> bool:
-        """Whether `launch` returns without waiting for the device."""
         return self._facts.kind != "cpu"
 
     @property

@@ -40,8 +40,6 @@ def rounded(values: Sequence[float], logarithmic: bool = False) -> Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """Points (x, y) in order."""
-
     name: str
     points: Sequence[tuple[float, float]]
     colour: str

@@ -137,8 +137,6 @@ class Record:
 
 
 class _Load:
-    """The sender of one run."""
-
     def __init__(self, args: argparse.Namespace, wire: Wire, model: str) -> None:
         self.args, self.wire, self.model = args, wire, model
         self.path = "/v1/chat/completions" if args.endpoint == "chat" else "/v1/completions"

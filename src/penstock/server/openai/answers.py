@@ -190,7 +190,6 @@ class ChoicesAnswer(ABC):
         """The events of what is new of one choice; may be empty. `parts` are what `delta` was joined from."""
 
     def add(self, deltas: Iterable[Delta]) -> None:
-        """Accumulates deltas for a non-streamed answer."""
         for delta in deltas:
             growth = self.growths[self.choice_of(delta)]
             self.count(delta)
