@@ -34,19 +34,20 @@ static INLINE __m512i quads(const int8_t* from) {
     asm("vpbroadcastd %1, %0" : "=v"(v) : "m"(*(const int32_t*)from));
     return v;
 }
+#else
+constexpr int BIAS = 0, TALLEST = 4;
+#endif
+
 // acc + the products of N quads of bytes, w, and N of signed bytes, x, in each lane. The bytes of w are unsigned, except codes of
 // 8 bits without BIAS.
 template <int BITS, int N>
 static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
+#if defined(__AVX512F__)
     __m512i sums[2] = {(__m512i)acc};
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) sums[j % 2] = _mm512_dpbusd_epi32(sums[j % 2], (__m512i)w[j], quads(x + 4 * j));
-    return (vi)sums[0] + (vi)sums[1];
-}
+    acc = (vi)sums[0] + (vi)sums[1];
 #elif defined(__AVX2__)
-constexpr int BIAS = 0, TALLEST = 4;
-template <int BITS, int N>
-static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
     // As many products of a lane's half as 16 bits hold are added before they are widened: 16 of codes below 16, 4 below 64.
     constexpr int HELD = BITS == 4 ? N : BITS == 6 ? 2 : 1;
 #pragma GCC unroll 8
@@ -63,19 +64,14 @@ static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
         }
         acc += (vi)_mm256_madd_epi16(held, _mm256_set1_epi16(1));
     }
-    return acc;
-}
 #else
-constexpr int BIAS = 0, TALLEST = 4;
-template <int BITS, int N>
-static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
     for (int i = 0; i < 4 * N; i++) {
         vi a = BITS == 8 ? (w[i / 4] << (24 - i % 4 * 8)) >> 24 : (w[i / 4] >> i % 4 * 8) & 255;
         acc += a * (int32_t)x[i];
     }
+#endif
     return acc;
 }
-#endif
 
 static INLINE vi load_ints(const void* p) {
     vi v;
