@@ -5,6 +5,7 @@ were being answered are asked again, so that each has one answer. `Batches` has 
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections import Counter, deque
@@ -157,7 +158,7 @@ class Runner:
                 if slot is not None:
                     self._flying[slot] += 1
                     task = asyncio.create_task(self._ask(named, slot, waiting[slot].popleft(), counts))
-                    task.add_done_callback(lambda _, slot=slot: self._flying.subtract([slot]))
+                    task.add_done_callback(functools.partial(self._landed, slot))
                     pending.add(task)
                     continue
                 if not pending and not any(waiting.values()):
@@ -172,6 +173,9 @@ class Runner:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
+
+    def _landed(self, slot: Slot, _: asyncio.Task[None]) -> None:
+        self._flying[slot] -= 1
 
     def _next(self, waiting: dict[Slot, deque[Ask]], busy: bool) -> Slot | None:
         """The model whose next line may be asked now. One that is not loaded waits while lines of others run (`busy`)."""
