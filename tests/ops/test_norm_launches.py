@@ -23,7 +23,7 @@ def test_a_row_is_divided_alike_however_many_rows_there_are(width: int, monkeypa
             return lambda *_arguments, **options: launches.append(options)
 
     monkeypatch.setitem(sys.modules, "penstock.ops.rows_kernels", SimpleNamespace(normalise=Kernel()))
-    monkeypatch.setattr(gpu, "linked", lambda device: True)
+    monkeypatch.setattr(gpu, "linked", lambda device: {"linked": True, "launch_pdl": True})
     weight = torch.empty(width, dtype=torch.bfloat16, device="meta")
     for rows in (1, 33, 1056, 1057, 8192):
         rows_triton.rms_norm(torch.empty(rows, width, dtype=torch.bfloat16, device="meta"), weight, 1e-6)

@@ -1,5 +1,6 @@
 """Long messages between ranks: at once, or in runs of rows, one travelling while the next is computed. Registers `messages`."""
 
+from penstock.ops import gpu
 from penstock.ops.table import register
 
 LEAST = 1024
@@ -22,7 +23,7 @@ def overlapped(rows: int, _nbytes: int, _copied: bool) -> int:
     return max(1, min(MOST, rows // LEAST))
 
 
-@register("messages", "copied", rank=1)
+@register("messages", "copied", rank=1, supports=gpu.supports)
 def copied(rows: int, nbytes: int, copied: bool) -> int:
     """Beside copies products keep all multiprocessors."""
     return max(2, -(-nbytes // LONG)) if copied and rows >= 2 * LEAST and nbytes <= MOST * LONG else 1

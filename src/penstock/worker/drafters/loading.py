@@ -163,8 +163,8 @@ def load(found: Found, target: Decoder, room: int, **how: Any) -> LoadedDrafter:
     # Drafters of users say what their states are once they are loaded.
     drafter = _load(found, target, room, **how) if here or found.asked.method not in METHODS else LoadedDrafter()
     drafter.asked, drafter.here, drafter.late = found.asked, here, late
-    if not here and found.spec is not None:
-        spec = found.spec if found.head is None else found.head.spec.at(Place(place.tensor, place.tensors))
+    spec = None if here else found.part(place)
+    if spec is not None:
         drafter.states = spec.states(str(how["dtype"]).removeprefix("torch."))
         drafter.computation = computation(spec, drafter.states, how["kernels"].table(), str(how["dtype"]), how["max_model_len"])
         if found.head is not None and found.head.taps:
