@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from tqdm import tqdm
 
 from penstock import canary
 from penstock.cli.client import Local, Transport, Wire
@@ -171,7 +170,9 @@ async def open_api(args: argparse.Namespace) -> AsyncIterator[Api]:
 @asynccontextmanager
 async def _loaded(options: EngineOptions, names: list[str]) -> AsyncIterator[Api]:
     """The server's application over an engine of this program's own."""
-    # Late: the web framework must not slow the commands that talk to a server elsewhere.
+    # Late: neither the web framework nor the metadata that tqdm reads may slow the commands that need none of them.
+    from tqdm import tqdm
+
     from penstock.engine.async_llm import AsyncLLM
     from penstock.engine.loading import shown
     from penstock.server.app import Application
