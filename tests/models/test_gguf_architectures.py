@@ -18,7 +18,7 @@ SAMPLED = {"llama", "llama mixtral", "mistral3", "llama4", "qwen2moe", "gemma3",
            "olmo2 windows", "starcoder", "glm4moe", "chatglm", "cohere2", "gptneox serial", "bloom", "falcon", "mpt clamped",
            "stablelm normed", "internlm2", "baichuan", "minicpm", "minicpm3", "deepseek2", "deepseek2 sigmoids",
            "deepseek2 lite", "gpt-oss", "dots1", "hunyuan-moe", "ernie4_5-moe", "nemotron", "exaone4", "exaone-moe", "afmoe"}
-"""Those that CI runs; `make test-all` runs all."""
+"""CI runs these; `make test-all` runs all."""
 
 
 @pytest.fixture(autouse=True)

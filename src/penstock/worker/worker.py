@@ -340,13 +340,14 @@ class Worker:
                 self.rows.before.copy_(self.rows.length)
             said = self.drafter.propose(drafting)
             chances = None if said is None else to_host(said)
-        if self.returning is not None and len(drafting.segments):
+        if self.returning is not None or plan.tells_drafts:
+            # Drafts are read before the forward pass.
             self.rows.settle()
+        if self.returning is not None and len(drafting.segments):
             self.returning.hand_on(drafting, () if self.trees is None else self.trees.tables)
             if self.trees is not None:
                 self.trees.planted = True
         if plan.tells_drafts:
-            self.rows.settle()
             told = Arriving(drafting.written())
         whole = (plan.rests or not self._follows) and not idle and self.verifier.thinking is None
         decoded = self.graphs.decode(plan) if self.graphs is not None and whole else None
