@@ -17,7 +17,7 @@ def quarters(code, kind: tl.constexpr, dtype: tl.constexpr, fast: tl.constexpr):
     int4: 128 + code (bfloat16) or 1024 + code (float16), whose last bit stands for one: fewer instructions than a conversion.
     e2m1: the number itself times 2^-126 or 2^-14, as its exponent keeps its bias. Other types: plain arithmetic."""
     wide: tl.constexpr = dtype == tl.bfloat16
-    if fast and kind == "int4":
+    if fast and kind == "int4" and dtype != tl.float32:
         if wide:
             a, b, c, d = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA; shr.b32 t, $4, 4; "
