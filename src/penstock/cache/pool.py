@@ -56,6 +56,10 @@ class Pools:
         per_slab = self.layout.groups[group].per_slab
         partial, holders, live = self._partial[group], self._holders[group], self._live
         taken: list[int] = []
+        if per_slab == 1:  # pages are slabs, and none is partly used
+            taken = self._slabs[:-1 - count:-1]
+            del self._slabs[len(self._slabs) - count:]
+            self.slabs_live += count
         while len(taken) < count:
             if partial:
                 slab = next(iter(partial))
@@ -64,15 +68,21 @@ class Pools:
                 slab = self._slabs.pop()
                 free = partial[slab] = list(range((slab + 1) * per_slab - 1, slab * per_slab - 1, -1))
                 self._spare[group] += per_slab
-            page = free.pop()
-            self._spare[group] -= 1
+            some = free[:-1 - count + len(taken):-1]
+            del free[-len(some):]
+            self._spare[group] -= len(some)
             if not free:
                 del partial[slab]
-            holders[page] = 1
-            if not live[slab]:
-                self.slabs_live += 1
-            live[slab] += 1
-            taken.append(page)
+            self.slabs_live += not live[slab]
+            live[slab] += len(some)
+            taken += some
+        held = [(holders, self._held_view[group]), *([(live, self._live_view)] if per_slab == 1 else [])]
+        for counts, view in held:
+            if count > _MANY:
+                view[taken] = 1
+                continue
+            for page in taken:
+                counts[page] = 1
         return taken
 
     def share(self, group: int, pages: Sequence[int]) -> None:
