@@ -126,8 +126,7 @@ def measured(name: str, shape: str, rows_list: list[int], sweep: bool, bandwidth
 
         def library(weight: CodedWeight, x: torch.Tensor = x) -> torch.Tensor:
             codes, scales = (x, None) if weight.scaled == "none" else ct.quantized(x, weight)
-            y = ct._library(codes, scales, weight, None, x.dtype)
-            return ct.rows_triton.gated(y, "silu") if gated else y
+            return ct._library(codes, scales, weight, None, x.dtype, kind)
 
         rate = PEAK[torch.bfloat16 if first.scaled == "none" else first.data.dtype]
         floor = max((first.nbytes + 2 * rows * (k + n)) / bandwidth, 2 * rows * n * k / rate) * 1e6

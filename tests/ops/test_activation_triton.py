@@ -21,3 +21,14 @@ def test_activations(kind: str, dtype: torch.dtype) -> None:
         left, right = x.double().chunk(2, -1)
         close(rows_triton.gated(x, kind), ACTIVATIONS[kind](left) * right, factor=4)
     assert rows_triton.gated(x[:0], kind).shape == (0, 33)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_factors_of_rows_and_columns(dtype: torch.dtype) -> None:
+    """Of a product that had none: plain and gated, from float32 and from the result's own type."""
+    for rows, width in ((1, 6), (3, 2700), (5, 66)):
+        x, left, right = (random(*shape, seed=len(shape)).to(DEVICE) for shape in ((rows, width), (rows,), (width,)))
+        exact = x.double() * left.double()[:, None] * right.double()
+        close(rows_triton.scaled(x, left, right, dtype, None, None), exact, factor=2)
+        y, z = (x.to(dtype).double() * left.double()[:, None] * right.double()).chunk(2, -1)
+        close(rows_triton.scaled(x.to(dtype), left, right, dtype, "silu", None), ACTIVATIONS["silu"](y) * z, factor=4)

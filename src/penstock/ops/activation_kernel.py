@@ -52,24 +52,35 @@ def store_rounded(y, row, column, inside, rows, width, codes, scales, fixed, spa
     tl.store(scales + place * rows + row, scale, mask=(row < rows) & (place * span < width))
 
 
-@triton.jit(do_not_specialize=("stride", "rows"))
-def apply(x, out, codes, scales, fixed, stride, rows, width: tl.constexpr, block: tl.constexpr, align: tl.constexpr,
-          kind: tl.constexpr, gated: tl.constexpr, span: tl.constexpr, most: tl.constexpr, linked: tl.constexpr):
-    """out [rows, width] = kind(x), times the second half of x's rows if gated. A program takes a block of one row.
-    With a `span` that divides blocks also the result's codes, see `store_rounded`.
+@triton.jit
+def _scaled(y, column, row_scale, column_scale, inside):
+    """y times its row's and its columns' factors, which are of a product that had none."""
+    if row_scale is not None:
+        y *= row_scale * tl.load(column_scale + column, mask=inside, other=0.0)
+    return y
 
-    `stride` is x's row stride in units of `align` elements."""
+
+@triton.jit(do_not_specialize=("stride", "rows"))
+def apply(x, row_scales, column_scales, out, codes, scales, fixed, stride, rows, width: tl.constexpr, block: tl.constexpr,
+          align: tl.constexpr, kind: tl.constexpr, gated: tl.constexpr, span: tl.constexpr, most: tl.constexpr,
+          linked: tl.constexpr):
+    """out [rows, width] = kind(x), or x without a kind, times the second half of x's rows if gated. A program takes a block of
+    one row. With a `span` that divides blocks also the result's codes, see `store_rounded`.
+
+    `stride` is x's row stride in units of `align` elements. row_scales [rows] and column_scales [x's columns]: factors of x."""
     enter(linked)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
+    own = None
+    if row_scales is not None:
+        own = tl.load(row_scales + row)
     at = x + row * (stride.to(tl.int64) * align) + column
-    y = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if gated:
-        z = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-        y = activate(y, kind) * z
-    else:
+    y = _scaled(tl.load(at, mask=inside, other=0.0).to(tl.float32), column, own, column_scales, inside)
+    if kind is not None:
         y = activate(y, kind)
+    if gated:
+        y *= _scaled(tl.load(at + width, mask=inside, other=0.0).to(tl.float32), column + width, own, column_scales, inside)
     y = y.to(out.dtype.element_ty)
     tl.store(out + row * width + column, y, mask=inside)
     if span > 0:

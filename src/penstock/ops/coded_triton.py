@@ -20,6 +20,8 @@ kernels, plain = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernels")
 
 MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
+NARROW = MANY._replace(tall=64)
+"""The same for codes of 4 bits, whose conversion wants more programs."""
 
 
 def parts(weight: CodedWeight, gated: bool) -> int:
@@ -52,6 +54,19 @@ def few(rows: int, weight: CodedWeight, gated: bool) -> Tile:
     return Tile(tall, 64, units, parts(weight, gated), stages=stages, swap=True)
 
 
+def converted(weight: CodedWeight) -> int:
+    """The most rows for which a product that converts codes as it goes is faster than the library after `decoded`."""
+    if weight.kind == "table4" or (weight.kind == "int4" and weight.scales > 1):
+        return 64
+    return 128 if weight.kind == "e2m1" else 256
+
+
+def even(rows: int, weight: CodedWeight) -> bool:
+    """Whether cuBLAS's product of FP8 codes without factors, which follow it, is faster than that with factors of rows and
+    columns (bench/notes.md)."""
+    return weight.blocks is None and (rows <= 192 or (rows <= 768 and weight.k > 8192))
+
+
 def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
     """The tile for x [rows, k] times the matrix; None selects the library."""
     if rows <= 64:
@@ -60,11 +75,13 @@ def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
         if weight.data.dtype is FP8 and (weight.form == "row" or weight.blocks is not None):
             return None
         return MANY
-    if rows > 256 or (rows > 128 and weight.n <= 4096):
+    if rows > converted(weight) or (rows > 128 and weight.n <= 4096 and not weight.four):
         return None
     if gated:
-        return MANY
+        return NARROW if weight.four else MANY
     programs = -(-weight.n // 64) * -(-rows // 128)
+    if rows > 128 and weight.n > 4096 and weight.four:
+        return NARROW._replace(warps=4)
     return Tile(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, swap=True, group=8)
 
 
@@ -74,7 +91,7 @@ def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Tile:
     if rows <= 64 or (cut.split > 1 and rows <= 256):
         return cut._replace(tall=min(64, gpu.covering(max(16, rows))))
     if cut.split == 1:
-        return MANY
+        return NARROW if weight.four else MANY
     return Tile(128, 64, 1, cut.split, stages=3, swap=True, group=8, joined=True)
 
 
@@ -196,17 +213,29 @@ def decoded(weight: CodedWeight, dtype: torch.dtype, ids: torch.Tensor | None = 
     return out
 
 
-def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias: torch.Tensor | None,
-             dtype: torch.dtype) -> torch.Tensor:
-    """The product by cuBLAS or CUTLASS."""
-    if xs is None:
-        return F.linear(x, decoded(weight, x.dtype), bias).to(dtype)
-    if x.is_meta:
+def _scaled(x: torch.Tensor, weight: CodedWeight, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product of FP8 codes times their factors. Where those are not of blocks, sums have the tensor cores' own precision,
+    as in our kernels: errors of 1.3e-3 with 4,096 columns, where the rounding of activations makes 2.6e-2."""
+    if x.is_meta:  # a rehearsal: for its shapes torch would import sympy, which takes a second or two
         return torch.empty(x.shape[0], weight.n, dtype=dtype, device=x.device)
-    # Its scales of units and blocks come with their longer axis last: [rows, units] and [units, blocks], both transposed.
-    left, right = (xs.view(-1, 1), _across(weight.gains)) if weight.blocks is None else (xs.t(), weight.blocks.t())
-    out = torch._scaled_mm(x, weight.data.t(), left, right, out_dtype=torch.bfloat16)  # noqa: SLF001
-    return (out if bias is None else out + bias).to(dtype)
+    return torch._scaled_mm(x, weight.data.t(), left, right, out_dtype=dtype,  # noqa: SLF001
+                            use_fast_accum=weight.blocks is None)
+
+
+def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias: torch.Tensor | None,
+             dtype: torch.dtype, gate: str | None) -> torch.Tensor:
+    """The product by cuBLAS or CUTLASS, with a gate gated."""
+    if xs is None:
+        out = F.linear(x, decoded(weight, x.dtype), bias)
+    elif even(len(x), weight) and bias is None:
+        # Gated, the product is rounded to bfloat16 before its factors instead of after them.
+        out = _scaled(x, weight, _one(x.device), _one(x.device), torch.bfloat16 if gate else torch.float32)
+        return rows_triton.scaled(out, xs[0], _gains(weight), dtype, gate, weight.reader)
+    else:
+        # Its scales of units and blocks come with their longer axis last: [rows, units] and [units, blocks], both transposed.
+        out = _scaled(x, weight, xs.t(), _gains(weight)[None] if weight.blocks is None else weight.blocks.t(), torch.bfloat16)
+        out = out if bias is None else out + bias
+    return out.to(dtype) if gate is None else rows_triton.gated(out.to(dtype), gate, weight.reader)
 
 
 class CodedTriton:
@@ -222,6 +251,7 @@ class CodedTriton:
         if weight.data.is_cuda:
             tickets_of(weight.data.device)  # before any graph is captured
             _blockwise(weight.data.device)
+            _one(weight.data.device)
         return weight
 
     def _product(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
@@ -239,10 +269,8 @@ class CodedTriton:
             cut = self._pick(x.shape[0], weight, gate is not None)
             codes, scales = (x, None) if weight.scaled == "none" else quantized(x, weight)
             if cut is None and (scales is None or _scalable(weight, dtype)):
-                y, fused = _library(codes, scales, weight, bias, dtype), None
-            else:
-                cut = cut or MANY
-                y = launch(cut, codes, scales, weight, bias, dtype, fused)
+                return _library(codes, scales, weight, bias, dtype, gate)
+            y = launch(cut or MANY, codes, scales, weight, bias, dtype, fused)
         return y if gate is None or fused is not None else rows_triton.gated(y, gate, weight.reader)
 
     def apply(self, x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None,
@@ -258,9 +286,14 @@ class CodedTriton:
         return found if weight.order is None else torch.empty_like(found).index_copy_(1, weight.order, found)
 
 
-def _across(gains: torch.Tensor | None) -> torch.Tensor:
-    assert gains is not None, "a matrix without blocks has factors of rows"
-    return gains[None, :]
+def _gains(weight: CodedWeight) -> torch.Tensor:
+    assert weight.gains is not None, "a matrix without blocks has factors of rows"
+    return weight.gains
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
 
 
 @cache

@@ -79,11 +79,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 _ACTIVATED = 1024
 
 
-def _activated(x: torch.Tensor, kind: str, gated: bool, reader: Weight | None = None) -> torch.Tensor:
+def _activated(x: torch.Tensor, kind: str | None, gated: bool, reader: Weight | None = None,
+               factors: Sequence[torch.Tensor | None] = (None, None), dtype: torch.dtype | None = None) -> torch.Tensor:
     """Where no GEMM epilogue computes them: each element is read and written once."""
     flat = x.reshape(-1, x.shape[-1])
     rows, width = flat.shape[0], flat.shape[1] // 2 if gated else flat.shape[1]
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], width, dtype=dtype or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     align = math.gcd(16, flat.stride(0))
@@ -93,8 +94,8 @@ def _activated(x: torch.Tensor, kind: str, gated: bool, reader: Weight | None = 
     # With many programs, those that wait for the previous kernel would take the place of working ones.
     linked = gpu.linked(x.device, rows * pieces <= 8 * gpu.multiprocessors(x.device))
     _activation.apply[(rows, pieces)](
-        flat, out, codes, scales, fixed, flat.stride(0) // align, rows, width=width, block=block, align=align, kind=kind,
-        gated=gated, span=span, most=most, num_warps=min(16, 4 * block // _ACTIVATED), **linked)
+        flat, *factors, out, codes, scales, fixed, flat.stride(0) // align, rows, width=width, block=block, align=align,
+        kind=kind, gated=gated, span=span, most=most, num_warps=min(16, 4 * block // _ACTIVATED), **linked)
     return out
 
 
@@ -102,6 +103,12 @@ def _activated(x: torch.Tensor, kind: str, gated: bool, reader: Weight | None = 
 def gated(x: torch.Tensor, kind: str, reader: Weight | None = None) -> torch.Tensor:
     """`reader`: the matrix that the result [rows, k] is multiplied with."""
     return _activated(x, kind, True, reader)
+
+
+def scaled(x: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype, kind: str | None,
+           reader: Weight | None) -> torch.Tensor:
+    """x [R, C] times factors of its rows [R] and columns [C], in `dtype`; with a kind then `gated`."""
+    return _activated(x, kind, kind is not None, reader if kind else None, (rows, columns), dtype)
 
 
 @register("activation", "triton", rank=10, supports=gpu.supports)
