@@ -12,7 +12,7 @@ import torch
 from penstock.layers.block import RMSNormSpec
 from penstock.layers.latent import Held, LatentAttention, SparseLatentAttention, SparseLatentAttentionSpec, hadamard, largest
 from penstock.layers.rope import RopeSpec
-from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
+from penstock.ops.attention import AttentionOps, Geometry, Ints, Rows, Span
 from tests.models.families import CASES, PROMPT, make
 from tests.models.harness import Runner, open_model
 
@@ -46,6 +46,22 @@ def test_both_forms_say_the_same(name: str, tmp_path: Path, monkeypatch: pytest.
     # A step of both kinds: a token and a chunk, side by side.
     together = runner.step([(0, [found[1][-1]]), (1, prompt[:20])])
     torch.testing.assert_close(together[1:], absorbed[0][:20], atol=1e-4, rtol=0)
+    # Prompts without a context, whose keys are expanded together, side by side; a library asks for more keys than there are.
+    plain = AttentionOps.expanded
+
+    def padded(self: AttentionOps, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
+        def more(begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            k, v = rows(begin, end, size + 9)
+            assert len(k) == len(v) == size + 9
+            return k[:size], v[:size]
+
+        plain(self, q, more, scale, span, out)
+
+    monkeypatch.setattr(AttentionOps, "expanded", padded)
+    expanded.clear()
+    beside = Runner(open_model(tmp_path)).step([(0, prompt[:9]), (1, prompt[:20])])
+    torch.testing.assert_close(beside, torch.cat((absorbed[0][:9], absorbed[0][:20])), atol=1e-4, rtol=0)
+    assert not expanded
 
 
 def test_index_keys_in_fp8_pick_nearly_the_same() -> None:

@@ -177,7 +177,10 @@ class LatentAttention:
             out[rows] = out[rows] + torch.einsum("thr,hvr->thv", found[rows] @ a_.t(), b[:, spec.key_size:])
         if spans:
             q = torch.cat((q[..., :spec.key_size], absorbed[..., spec.rank:]), -1)
-        for held in spans:
+        prompts = [span for span, *_ in spans if self._ranks is None and not adapters and not span.before]
+        if len(prompts) > 1:
+            self._expand_prompts(q, prompts, step, out)
+        for held in spans if len(prompts) <= 1 else [one for one in spans if one[0].before]:
             first, last = held[0].first, held[0].first + held[0].count
             own = [b.flatten(0, 1) @ a_ for rows, a_, b in adapters if bool((rows == first).any())]
             self._expand(q, held, out[first:last], sum(own, self.kv_b))
@@ -256,12 +259,31 @@ class LatentAttention:
         def rows(begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
             # Positions behind the end have no pages: the last one's latent stands in, and nothing sees it.
             at = torch.arange(begin, begin + size, device=q.device).clamp_(max=end - 1)
-            latent = cache[row[at // page].long(), 0, at % page]
-            both = F.linear(latent[:, :spec.rank], kv_b).view(size, spec.heads, -1)
-            turned = latent[:, None, spec.rank:].expand(-1, spec.heads, -1)
-            return torch.cat((both[..., :spec.key_size], turned), -1), both[..., spec.key_size:]
+            return self._keys(cache[row[at // page].long(), 0, at % page], kv_b)
 
         self._kernels.attention.expanded(q, rows, spec.scale, span, out)
+
+    def _expand_prompts(self, q: torch.Tensor, prompts: Sequence[Span], step: Step, out: torch.Tensor) -> None:
+        """The same of prompts without a context, whose keys are expanded together: small models' prompts wait for launches."""
+        slots, page, at = step.groups[self.group].slots, self.cache.shape[2], 0
+        slots = torch.cat([slots[span.first:span.first + span.count] for span in prompts])
+        both = self._keys(self.cache[slots // page, 0, slots % page], self.kv_b)
+
+        def rows(_begin: int, _end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            # Behind a prompt's end are the next one's keys, which nothing sees.
+            k, v = (F.pad(x[at:], (0, 0, 0, 0, 0, size)) if at + size > len(x) else x[at:at + size] for x in both)
+            return k[:size], v[:size]
+
+        for span in prompts:
+            self._kernels.attention.expanded(q, rows, self.spec.scale, span, out[span.first:span.first + span.count])
+            at += span.count
+
+    def _keys(self, latents: torch.Tensor, kv_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values [N, H, D] of latents [N, D]."""
+        spec = self.spec
+        both = F.linear(latents[:, :spec.rank], kv_b).view(len(latents), spec.heads, -1)
+        turned = latents[:, None, spec.rank:].expand(-1, spec.heads, -1)
+        return torch.cat((both[..., :spec.key_size], turned), -1), both[..., spec.key_size:]
 
 
 def _outside(library: Sequence[Span], tokens: int) -> list[tuple[int, int]]:
