@@ -61,6 +61,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 SMALL: dict[str, dict[str, Any]] = {"8b-small": SHAPES["llama8b"] | {"num_hidden_layers": 4},
                                     "8b-eight": SHAPES["llama8b"] | {"num_hidden_layers": 8},
+                                    "8b-million": SHAPES["llama8b"] | {"num_hidden_layers": 4,
+                                                                       "max_position_embeddings": 1 << 21},
     "tiny": SHAPES["llama8b"] | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
                                  "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048},
     "tiny-moe": SHAPES["qwen30b_a3b"] | {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -68,8 +70,13 @@ SMALL: dict[str, dict[str, Any]] = {"8b-small": SHAPES["llama8b"] | {"num_hidden
                                          "num_experts_per_tok": 2, "vocab_size": 2048}}
 """Shapes cut to a few layers: for equality, and for long prompts whose ratios are wanted soon."""
 
+LENGTHS = {"1m": (1 << 20) + 64, "500k": 524288, "120k": 131072}
+"""The context by a part of the workload's name."""
+
 DEVICE = os.environ.get("DEVICE", "cuda")
 OUT = Path(os.environ.get("OUT", "."))
+SHARE = float(os.environ.get("SHARE", "0.85"))
+"""Of each card's memory."""
 
 
 def say(**found: Any) -> None:
@@ -224,20 +231,21 @@ def timed(shape: str, layout: str, names: str, repeats: int) -> None:
     for cards in (2, 4, 8):
         known[f"decode_b{256 * cards}"] = [(prompt[turn:] + prompt[:turn], output) for turn in range(cards)
                                            for prompt, output in known["decode_b256"]]
-    known["prompt_500k"] = [([1000 + i * 7919 % 90000 for i in range(500_000)], 1)]
+    known |= {name: [([1000 + i * 7919 % 90000 for i in range(count)], 1)]
+              for name, count in (("prompt_500k", 500_000), ("prompt_1m", 1 << 20))}
     if shape.startswith("tiny"):
         known = {name: [([1 + token % 2000 for token in prompt[:24]], 6) for prompt, _ in asks[:4]]
                  for name, asks in known.items()}
     known["prompt_120k"], known["decode_120k"] = [(long, 1)], [(long, 33)]
     with tempfile.TemporaryDirectory() as folder:
         model = str(write((SHAPES | SMALL)[shape], Path(folder) / shape))
-        options = {"device": DEVICE, "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.85,
-                   "max_model_len": 524288 if "500k" in names else 131072 if "120k" in names else 16384,
+        options = {"device": DEVICE, "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": SHARE,
+                   "max_model_len": next((most for part, most in LENGTHS.items() if part in names), 16384),
                    "threads": 1, "dtype": "float32" if DEVICE == "cpu" else "bfloat16", **LAYOUTS[layout]}
         with Engine(model, options) as engine:
             print(json.dumps({"shape": shape, "layout": layout, "start_s": round(engine.seconds, 1)}), flush=True)
             for name in names.split(","):
-                seconds = [engine.run(known[name])[0] for _ in range(repeats + 1)][1:]
+                seconds = [engine.run(known[name])[0] for _ in range(repeats + 1)][min(1, repeats):]
                 print(json.dumps({"shape": shape, "layout": layout, "workload": name,
                                   "seconds": round(statistics.median(seconds), 4)}), flush=True)
 
