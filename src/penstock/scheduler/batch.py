@@ -43,7 +43,8 @@ class Batch:
         if apart or resting:
             # The last are the first to give their pages up.
             running.sort(key=lambda s: 2 if s in resting else s in apart)
-        own = len(running) - len(apart | resting)
+        # Steps in flight may have sequences that run no more: those do not make room.
+        own = len(set(running) - apart - resting) if apart or resting else len(running)
         coming = 0 if queues.crowded else min(len(queues.waiting) + queues.coming, len(queues.rows))
         head = next(iter(queues.waiting), None) if coming else None
         hinted = drafting.begin(-(-(len(running) + coming) // self._limits.stages))

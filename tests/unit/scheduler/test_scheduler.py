@@ -100,6 +100,26 @@ def test_each_stage_of_a_pipeline_has_a_step_to_compute() -> None:
     assert {len(one) for one in steady} <= {3, 4} and len(set.union(*steady)) == 7
 
 
+def test_sequences_that_end_in_flight_make_no_room_in_a_step() -> None:
+    """Of the sequences that another stage still computes, some have ended: a long prompt takes no position of others for that."""
+    scheduler = _scheduler(rows=8, budget=8, stages=2)
+    for name in "abcdef":
+        scheduler.add(_request(name, 1, 30, arrival=5.0), 0.0)
+    for late in ([_request("long", 60, 4, arrival=1.0)], []):
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        kept = plan.wants & int(Want.SAMPLE)
+        scheduler.apply(StepResult(plan.id, np.full(int(kept.sum()), 5, np.int32), kept), 0.0)
+        for request in late:
+            scheduler.add(request, 0.0)
+    flying = scheduler.plan(0.0)
+    assert flying is not None and sorted(flying.counts.tolist()) == [1, 1, 1, 5]
+    rows = set(flying.rows[flying.counts == 1].tolist())
+    scheduler.abort([one.request.id for one in scheduler.running if one.row in rows], 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None and sorted(plan.counts.tolist()) == [1, 1, 6]
+
+
 def test_ids_are_unique_while_they_live() -> None:
     scheduler = _scheduler()
     scheduler.add(_request("a", 3), 0.0)
