@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from penstock.core.steptime import StepTime
 from penstock.engine.engine import Engine
 from penstock.layers.decoder import Decoder
 from penstock.scheduler.drafting import Adaptive
+from penstock.worker.drafters.ahead import Ahead
 from penstock.worker.drafters.head import Head
 from penstock.worker.drafters.suffix import Suffix
 from penstock.worker.drafting import Drafter, Drafting, Host, LoadedDrafter
@@ -91,6 +93,26 @@ def test_drafts_made_ahead_are_those_made_in_turn_and_mostly_there() -> None:
             assert (stats.accepted_tokens, stats.drafted_tokens) == (expected.accepted_tokens, expected.drafted_tokens), asked
         assert stats.ahead_tries > 200 and stats.ahead_hits > 0.75 * stats.ahead_tries
         assert constrained(ahead) == constrained(plain)
+
+
+def test_drafts_made_ahead_do_not_depend_on_how_soon_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that divide a model draft the same, also behind prompts that the draft model reads in several passes."""
+    config, submit = {"model": DRAFT, **FIXED, "ahead": 2, "device": "cpu"}, Ahead._submit
+    prompts = [[1, *range(40, 240)], [1, *range(60, 130)]]
+    params = SamplingParams(temperature=0, max_tokens=24, seed=1, ignore_eos=True)
+
+    def late(self: Ahead, work: Any, given: Any) -> Any:
+        time.sleep(0.2 * (work.__name__ == "_read"))
+        return submit(self, work, given)
+
+    found = []
+    for submits in (submit, late):
+        monkeypatch.setattr(Ahead, "_submit", submits)
+        with opened(max_num_seqs=5, max_num_batched_tokens=24, dtype="float32", speculative_config=config) as llm:
+            said = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
+            stats = llm.engine.stats()
+            found.append((said, stats.accepted_tokens, stats.ahead_tries, stats.ahead_hits))
+    assert found[0] == found[1] and found[0][2] > 5
 
 
 @pytest.mark.parametrize("config", [{"model": DRAFT}, {"model": EAGLE}, {"model": DRAFT, "ahead": 2, "device": "cpu"}], ids=str)

@@ -117,19 +117,32 @@ class Ahead(DraftModel):
         self._bases, self._followed = list(range(count)), dict[int, _Followed]()
         self._told, self._least = np.zeros((2, len(host.rows.tokens)), np.int32)
         """[the target's row] tokens that the thread was told of, and the fewest that were known when it was asked last."""
+        self._unread = dict[int, int]()
+        """Passes by which the thread has yet to read what the target's rows entered with. There is one in each step: ranks that
+        divide the target draft the same only if the thread's work has the same order on all of them."""
 
     def leave(self, rows: list[int]) -> None:
+        self._unread.update(dict.fromkeys(rows, 0))
         self._submit(self._forget, list(rows))
 
     def propose(self, drafting: Drafting) -> None:
         """The thread waits for the step before, whose outcome says which drafts are the right ones; this one's launch waits for
         the thread only before its forward pass."""
-        plan, table = drafting.plan, drafting.rows
-        for enter in plan.enter:
+        for enter in drafting.plan.enter:
             self._least[enter.row] = len(enter.tokens)
             self._submit(self._enter, enter)
-        if not len(drafting.segments):
-            return
+            # Besides the pass of its entering.
+            self._unread[enter.row] = max(0, len(enter.tokens) - 2) // self._budget
+        if len(drafting.segments):
+            self._ask(drafting)
+        # Other rows' drafts do not wait for long prompts.
+        for row in [row for row, passes in self._unread.items() if passes]:
+            self._submit(self._read, row)
+            self._unread[row] -= 1
+
+    def _ask(self, drafting: Drafting) -> None:
+        """Has the thread find the drafts of a step, which are written before its forward pass."""
+        plan, table = drafting.plan, drafting.rows
         rows, counts, known = plan.rows[drafting.segments], drafting.count, plan.starts[drafting.segments] + 1
         most = max(1, int((known - self._least[rows]).max()))
         self._least[rows] = known - (0 if plan.slack is None else plan.slack[drafting.segments])
@@ -182,7 +195,7 @@ class Ahead(DraftModel):
             # Branches draw by the row's own parameters.
             table, first = self._host.rows.parameters.table, self._count + one.base * self._outcomes
             table[first:first + self._outcomes] = table[one.base]
-            self._read(one)
+            self._read(enter.row)
 
     def _forget(self, rows: list[int]) -> None:
         for row in rows:
@@ -192,14 +205,13 @@ class Ahead(DraftModel):
                 self._bases.append(one.base)
                 one.length = 0
 
-    def _read(self, one: _Followed) -> None:
-        """Reads the tokens of a row that has entered, a pass at a time: other rows' drafts do not wait for long prompts."""
-        count = min(one.length - 1 - one.read, self._budget)
-        if count > 0:
+    def _read(self, row: int) -> None:
+        """Reads a pass of the tokens with which a row of the target has entered."""
+        one = self._followed.get(row)
+        if one is not None and (count := min(one.length - 1 - one.read, self._budget)) > 0:
             base, read, some, none = np.array([[one.base], [one.read], [count], [0]], np.int32)
             list(self._over(_plan(base, read), none, none, some, Want.NOTHING))
             one.read += count
-            self._submit(self._read, one)
 
     def _answer(self, asked: list[tuple[int, list[int], int]]) -> list[list[int]]:
         """Drafts for rows of the target, of which it has chosen some further tokens; empty for those that are not followed.
