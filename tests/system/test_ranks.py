@@ -20,6 +20,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock import canary
+from penstock.config.resolve import resolve
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError
 from penstock.core.plan import StepResult
@@ -117,6 +118,29 @@ def test_machines_that_were_started_otherwise_are_refused(tmp_path: Path, monkey
     monkeypatch.setattr("penstock.worker.rank.sources", lambda: next(asked))
     with pytest.raises(ConfigError, match=f"with sources {b'another'.hex()}, but rank 0 with sources {b'one'.hex()}"):
         Several(ranks).survey()
+
+
+def test_machines_with_other_draft_weights_are_refused(tmp_path: Path) -> None:
+    """Each reads the draft model where its own machine has it, with the settings of machine 0."""
+    own = Path(__file__).parents[1] / "assets" / "canary-draft"
+    for name in ("copy", "other"):
+        shutil.copytree(own, tmp_path / name)
+    tensors = load_file(own / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, tmp_path / "other" / "model.safetensors")
+
+    def ranks(config: dict[str, Any]) -> list[Rank]:
+        two = {"model": "canary", "tensor_parallel_size": 2, "nnodes": 2}
+        return [Rank(options(**two, speculative_config={"model": str(own), "num_speculative_tokens": 2}), Place(tensors=2)),
+                Rank(options(**two, node_rank=1, speculative_config=config), Place(tensor=1, tensors=2))]
+
+    group = Several(ranks({"model": str(tmp_path / "copy"), "num_speculative_tokens": 4}))
+    found = group.survey()
+    group.check(resolve(group.ranks[0]._options, found.max_positions, found.dtype, found.device, found.parameters))
+    drafts = [rank._draft for rank in group.ranks]
+    assert [(draft.folder, draft.asked.tokens) for draft in drafts] == [(own, 2), (tmp_path / "copy", 2)]
+    for config, said in (({"model": str(tmp_path / "other")}, "[0-9a-f]{16}"), ({"method": "ngram"}, "none"), ({}, "none")):
+        with pytest.raises(ConfigError, match=f"rank 1 was started with draft weights {said}, but rank 0 with draft weights"):
+            Several(ranks(config)).survey()
 
 
 def test_the_engines_half_has_no_torch() -> None:

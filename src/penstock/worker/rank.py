@@ -16,6 +16,7 @@ from penstock import models
 from penstock.checkpoint import dtype_of, resolve_folder, sample
 from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
 from penstock.config.schema import EngineOptions, balancing
+from penstock.config.speculation import METHODS, speculation
 from penstock.core.errors import ConfigError
 from penstock.core.plan import Ints, StepPlan
 from penstock.core.rank import DeviceFacts, Loaded, Prepared, Survey
@@ -115,8 +116,13 @@ class Rank:
 
     def _alike(self) -> list[str]:
         options = self._options
-        weights = sample(self._folder, options.load_format, options.seed)[:16]
-        return [f"sources {sources().hex()[:16]}", f"PyTorch {torch.__version__}", f"weights {weights}",
+        asked = speculation(options)
+        # Of a user's own drafter only its author knows what its model is.
+        drafts = asked is not None and asked.model is not None and asked.method in METHODS and asked.model
+        folders = {"weights": self._folder, "draft weights": resolve_folder(drafts, None) if drafts else None}
+        return [f"sources {sources().hex()[:16]}", f"PyTorch {torch.__version__}",
+                *(f"{name} {sample(folder, options.load_format, options.seed)[:16] if folder else 'none'}"
+                  for name, folder in folders.items()),
                 *(f"{name} {getattr(options, name)}" for name in _ALIKE)]
 
     def check(self, config: EngineConfig) -> None:
@@ -137,9 +143,11 @@ class Rank:
         how = self._spec, getattr(torch, config.dtype), kernels, self._facts, free
         self._spec = replace(self._spec, resident=memory.resident(self._options.experts_on_device, *how),
                              away=memory.away(self._options.offload_weights, *how))
+        # Where this machine has the draft model.
+        own = speculation(self._options)
         self._draft = None if config.speculation is None else drafters.survey(
-            config.speculation, self._folder, self._checkpoint, self._whole, config.max_model_len,
-            self._options.load_format == "dummy")
+            replace(config.speculation, model=own.model if own else None), self._folder, self._checkpoint, self._whole,
+            config.max_model_len, self._options.load_format == "dummy")
         head = None if self._draft is None else self._draft.head
         self._spec = replace(self._spec, lends=head is not None and head.borrows and self._spec.ends and self._place.stages > 1)
         skips = self._draft is not None and self._draft.asked.method == "layer_skip"
