@@ -101,7 +101,7 @@ def test_each_stage_of_a_pipeline_has_a_step_to_compute() -> None:
 
 
 def test_sequences_that_end_in_flight_make_no_room_in_a_step() -> None:
-    """Of the sequences that another stage still computes, some have ended: a long prompt takes no position of others for that."""
+    """Of the sequences that another stage still computes, some have ended; a long prompt takes no positions for that."""
     scheduler = _scheduler(rows=8, budget=8, stages=2)
     for name in "abcdef":
         scheduler.add(_request(name, 1, 30, arrival=5.0), 0.0)
