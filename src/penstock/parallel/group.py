@@ -2,9 +2,11 @@
 
 Sums are made in the order of the ranks and rounded once, so that every rank has the same bits, whatever else is in the step."""
 
+import fcntl
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,6 +36,19 @@ _LONG = 1 << 20
 """Bytes of a message of more than two ranks from which on each adds up a share for all."""
 
 
+def interface(host: str) -> str | None:
+    """The network interface of this machine whose address others see when it connects to `host`; None if none has it."""
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as asking:
+        asking.connect((host, 1))  # sends nothing
+        own = socket.inet_aton(asking.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                # SIOCGIFADDR
+                if fcntl.ioctl(asking, 0x8915, name.encode().ljust(40, b"\0"))[20:24] == own:
+                    return name
+    return None
+
+
 def joined(place: Place, device: torch.device) -> None:
     """Meets all other ranks of the engine, in processes: over gloo between CPUs, NCCL between GPUs."""
     import torch.distributed as dist
@@ -43,6 +58,9 @@ def joined(place: Place, device: torch.device) -> None:
     if not host or host == "127.0.0.1":
         # All ranks are on this machine: nothing is bound to another interface.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    elif (found := interface(host)) is not None:
+        # Of several, gloo would take the one of the machine's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     # The engine decides what becomes of a rank whose peers are lost, not a thread of torch that ends its process.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # Each link of a pipeline is a group of its own, as this warning asks.

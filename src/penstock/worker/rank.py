@@ -119,11 +119,10 @@ class Rank:
         asked = speculation(options)
         # Of a user's own drafter only its author knows what its model is.
         drafts = asked is not None and asked.model is not None and asked.method in METHODS and asked.model
-        folders = {"weights": self._folder, "draft weights": resolve_folder(drafts, None) if drafts else None}
-        return [f"sources {sources().hex()[:16]}", f"PyTorch {torch.__version__}",
-                *(f"{name} {sample(folder, options.load_format, options.seed)[:16] if folder else 'none'}"
-                  for name, folder in folders.items()),
-                *(f"{name} {getattr(options, name)}" for name in _ALIKE)]
+        weights, draft = (sample(folder, options.load_format, options.seed)[:16] if folder else "none" for folder in (
+            self._folder, resolve_folder(drafts, None) if drafts else None))
+        return [f"sources {sources().hex()[:16]}", f"PyTorch {torch.__version__}", f"weights {weights}",
+                f"draft weights {draft}", *(f"{name} {getattr(options, name)}" for name in _ALIKE)]
 
     def check(self, config: EngineConfig) -> None:
         """Binds kernels and checks memory before anything is loaded. ConfigError if it does not suffice."""
@@ -144,9 +143,9 @@ class Rank:
         self._spec = replace(self._spec, resident=memory.resident(self._options.experts_on_device, *how),
                              away=memory.away(self._options.offload_weights, *how))
         # Where this machine has the draft model.
-        own = speculation(self._options)
-        self._draft = None if config.speculation is None else drafters.survey(
-            replace(config.speculation, model=own.model if own else None), self._folder, self._checkpoint, self._whole,
+        own, asked = speculation(self._options), config.speculation
+        self._draft = None if asked is None else drafters.survey(
+            replace(asked, model=None if own is None else own.model), self._folder, self._checkpoint, self._whole,
             config.max_model_len, self._options.load_format == "dummy")
         head = None if self._draft is None else self._draft.head
         self._spec = replace(self._spec, lends=head is not None and head.borrows and self._spec.ends and self._place.stages > 1)
