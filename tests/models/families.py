@@ -83,6 +83,7 @@ NEXT = {**MOE, **SHARED, **DELTA}
 """Narrower values, tied heads and more such layers in a row make transformers' own logits differ by more than the tests' limit
 between a prompt at once and token by token."""
 LFM2 = {**ODD, "block_auto_adjust_ff_dim": False}
+KOLIBRI = {**{name: value for name, value in ODD.items() if name != "intermediate_size"}, **MOE, **SHARED, "sliding_window": 19}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 SPARSE_DENSE = ["sparse", "dense", "sparse"]
 SIGMOID = {"moe_intermediate_size": 28, "n_routed_experts": 7, "num_experts_per_tok": 3, "n_shared_experts": 1,
@@ -169,6 +170,9 @@ CASES = [
     Case("lfm2moe-plain", "Lfm2Moe", {**EVEN, **MOE, **TIED, "norm_topk_prob": False, "use_expert_bias": False,
                                       "routed_scaling_factor": 1.5, "num_dense_layers": 0, "conv_bias": True,
                                       "layer_types": ["conv", "conv", "full_attention"]}),
+    Case("kolibri1-odd", "Kolibri1", {**KOLIBRI, "norm_topk_prob": False, "layer_types": SLIDING}),
+    Case("kolibri1-fifth", "Kolibri1", {**KOLIBRI, **TIED, **ONE_KV, "num_hidden_layers": 5, "num_experts_per_tok": 1}),
+    Case("kolibri1-full", "Kolibri1", {**KOLIBRI, "head_dim": 16, "num_experts": 12, "layer_types": ["full_attention"] * 3}),
     Case("mixtral-odd", "Mixtral", {**ODD, "num_local_experts": 5, "num_experts_per_tok": 2}),
     Case("mixtral-all", "Mixtral", {**WIDE, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 25}),
     Case("mixtral-top-1", "Mixtral", {**EVEN, **TIED, "num_local_experts": 9, "num_experts_per_tok": 1}),

@@ -52,6 +52,15 @@ def hunyuan3(config: Config) -> ModelSpec:
                       beyond=parts.draft_layers(config))
 
 
+def kolibri1(config: Config) -> ModelSpec:
+    """Norms before and after branches; every fifth layer has neither a window nor rotation. Corrected logits pick experts."""
+    config = config.renamed(num_local_experts="num_experts")
+    routing = parts.routing(config, "sigmoid_after", normalise=config.flag("norm_topk_prob", False), corrected=True)
+    mixture = parts.experts(config, routing, shared_inner=config.integer("shared_expert_intermediate_size"))
+    return llama.spec(config, mlps=lambda _config: mixture, normed="before", post=True, full={"rope": None},
+                      windows=llama.slides(lambda layer: (layer + 1) % 5 != 0, 513))
+
+
 def mellum(config: Config) -> ModelSpec:
     """Qwen 3's layers; those with a window, if there are any, rotate in their own way."""
     far, near = (rope(config, parts.head_size(config), layer_type=kind, theta=theta) for kind, theta in (
@@ -258,6 +267,12 @@ LIKE = (
          {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
           "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
           "router_scaling_factor": 2.826, "first_k_dense_replace": 1}, hunyuan3, HUNYUAN3),
+    Like(("Kolibri1ForCausalLM",), ("kolibri1",),
+         {"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 384,
+          "num_experts_per_tok": 6, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}, kolibri1,
+         (*Rule.named("model.layers.#.", {
+             "post_attn_norm.weight": "attention.post.weight", "post_ffn_norm.weight": "mlp.post.weight",
+             "moe.router.expert_bias": "mlp.correction"}), *EXPERTS)),
     Like(("MellumForCausalLM",), ("mellum",),
          {"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8,
           "moe_intermediate_size": 896}, mellum, (Rule("mtp.**", None), *EXPERTS)),
