@@ -214,8 +214,10 @@ def test_pairs_are_covered_by_few_routes() -> None:
 @pytest.mark.parametrize("route", sampled(PAIRS, 6, name=named))
 def test_trained(route: Route, tmp_path: Path) -> None:
     preemptions = _check(need(MODELS / "stories260k"), 512, route, tmp_path)
-    # With room for one sequence and little more, so many cannot be held; codes are a quarter of what the room is measured for.
-    few = route["memory"] == "False" or route["batch"] != "32" or route["reuse"] == "again" or route["codec"] != "auto"
+    # With room for one sequence and little more, so many cannot be held; codes are a quarter of what the room is measured for,
+    # and two ranks that divide contexts have it twice.
+    few = (route["memory"] == "False" or route["batch"] != "32" or route["reuse"] == "again" or route["codec"] != "auto"
+           or route["layout"].startswith("cp"))
     assert preemptions > 0 or few
 
 
