@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,50 @@ def opened(**options: Any) -> Iterator[LLM]:
         llm.close()
 
 
+def answered(llm: LLM, *asked: dict[str, Any]) -> list[list[Any]]:
+    """The answers to ITEMS for each of the parameters asked for, all in one batch."""
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": 60, "seed": 7, **one}) for one in asked for _ in ITEMS]
+    found = llm.chat([item.messages for item in ITEMS] * len(asked), params, use_tqdm=False)
+    said = [[(output.token_ids, output.text, output.finish_reason) for output in one.outputs] for one in found]
+    return [list(itertools.chain(*said[first:first + len(ITEMS)])) for first in range(0, len(said), len(ITEMS))]
+
+
 def answers(llm: LLM, **asked: Any) -> tuple[list[Any], EngineStats]:
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 60, "seed": 7, **asked})
-    found = llm.chat([item.messages for item in ITEMS], params, use_tqdm=False)
-    outputs = [(output.token_ids, output.text, output.finish_reason) for one in found for output in one.outputs]
-    return outputs, llm.engine.stats()
+    return answered(llm, asked)[0], llm.engine.stats()
+
+
+class Plain:
+    """An engine without drafts, which is asked once for what several tests compare theirs with."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._said: dict[str, tuple[list[list[Any]], int]] = {}
+
+    def answered(self, *asked: dict[str, Any]) -> list[list[Any]]:
+        return self._asked(asked)[0]
+
+    def answers(self, **asked: Any) -> list[Any]:
+        return self.answered(asked)[0]
+
+    def steps(self, *asked: dict[str, Any]) -> int:
+        return self._asked(asked)[1]
+
+    def _asked(self, asked: tuple[dict[str, Any], ...]) -> tuple[list[list[Any]], int]:
+        if (key := repr(asked)) not in self._said:
+            before = self.llm.engine.stats().steps
+            found = answered(self.llm, *asked)
+            self._said[key] = found, self.llm.engine.stats().steps - before
+        return self._said[key]
+
+    @cached_property
+    def constrained(self) -> list[Any]:
+        return constrained(self.llm)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Plain]:
+    with opened() as llm:
+        yield Plain(llm)
 
 
 ASKED: list[dict[str, Any]] = [
@@ -70,13 +110,13 @@ ASKED: list[dict[str, Any]] = [
     {"speculate": "ngram", **FIXED}, {"speculate": "suffix", **FIXED}, {"speculative_model": DRAFT, **FIXED},
     {"speculative_model": DRAFT}, {"speculative_model": EAGLE, **FIXED}, {"speculate": "lookahead", **FIXED}],
                          ids=["ngram", "suffix", "model", "adaptive", "eagle3", "lookahead"])
-def test_answers_are_equal_and_steps_are_fewer(options: dict[str, Any]) -> None:
-    with opened() as plain, opened(**options) as drafting:
+def test_answers_are_equal_and_steps_are_fewer(options: dict[str, Any], plain: Plain) -> None:
+    with opened(**options) as drafting:
+        steps = 0
         for asked in ASKED:
-            expected, before = answers(plain, **asked)
-            steps = before.steps
             found, after = answers(drafting, **asked)
-            assert found == expected, asked
+            assert found == plain.answers(**asked), asked
+            steps += plain.steps(asked)
         assert after.accepted_tokens > 20 and sum(after.accepted_by_place) == after.accepted_tokens
         assert after.accepted_by_place == sorted(after.accepted_by_place, reverse=True)
         assert after.drafts * 5 >= after.drafted_tokens > after.accepted_tokens and after.steps < steps
@@ -139,13 +179,13 @@ def test_ahead_is_refused_by_name(other: dict[str, Any], message: str) -> None:
         pass
 
 
-def test_the_first_layers_draft_without_entries_of_their_own() -> None:
+def test_the_first_layers_draft_without_entries_of_their_own(plain: Plain) -> None:
     """All layers but the last are right often enough that their cache entries must be right."""
     config = {"method": "layer_skip", "draft_layers": 7, **FIXED}
-    with opened() as plain, opened(speculative_config=config) as drafting:
+    with opened(speculative_config=config) as drafting:
         for asked in ({}, {"temperature": 0.8, "n": 2}):
-            expected, found = answers(plain, **asked)[0], answers(drafting, **asked)
-            assert found[0] == expected
+            found = answers(drafting, **asked)
+            assert found[0] == plain.answers(**asked)
         stats = found[1]
     assert stats.accepted_tokens > 0.4 * stats.drafts
     with pytest.raises(ConfigError, match="has 8 layers; possible are 1 to 7"), opened(
@@ -161,11 +201,9 @@ def _masked(folder: str, out: Path) -> str:
 
 
 @pytest.mark.parametrize("draft", [DRAFT, EAGLE], ids=["pard", "p-eagle"])
-def test_all_tokens_in_one_pass(draft: str, tmp_path: Path) -> None:
+def test_all_tokens_in_one_pass(draft: str, plain: Plain, tmp_path: Path) -> None:
     """Neither was trained for it, so that only the first token of a draft is right: as often as without."""
-    first = []
-    with opened() as plain:
-        expected = [answers(plain, **asked)[0] for asked in ({}, {"temperature": 0.9})]
+    first, expected = [], [plain.answers(**asked) for asked in ({}, {"temperature": 0.9})]
     for folder in (draft, _masked(draft, tmp_path / "masked")):
         with opened(speculative_model=folder, **FIXED) as llm:
             assert [answers(llm, **asked)[0] for asked in ({}, {"temperature": 0.9})] == expected
@@ -219,13 +257,13 @@ def test_the_draft_model_of_canary_is_right_as_often_as_its_card_says() -> None:
 
 
 @pytest.mark.parametrize("draft", [DRAFT, EAGLE], ids=["model", "eagle3"])
-def test_log_probabilities_end_with_the_answer(draft: str) -> None:
+def test_log_probabilities_end_with_the_answer(draft: str, plain: Plain) -> None:
     """An answer of any length ends within drafts that the target would keep: with its first token, too."""
-    with opened() as plain, opened(speculative_model=draft, **FIXED) as drafting:
+    with opened(speculative_model=draft, **FIXED) as drafting:
         for most in range(1, 8):
             params = SamplingParams(temperature=0, max_tokens=most, logprobs=1)
             for one, other in zip(*(llm.chat([item.messages for item in ITEMS], params, use_tqdm=False)
-                                    for llm in (plain, drafting)), strict=True):
+                                    for llm in (plain.llm, drafting)), strict=True):
                 wanted, found = one.outputs[0], other.outputs[0]
                 assert found.token_ids == wanted.token_ids and len(found.logprobs or ()) == len(found.token_ids), most
                 assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=0.05)
@@ -280,10 +318,10 @@ def constrained(llm: LLM) -> list[Any]:
 
 @pytest.mark.parametrize("options", [{"speculate": "ngram"}, {"speculative_model": DRAFT}, {"speculative_model": EAGLE},
                                      {"speculative_model": DRAFT, "depth": 1}], ids=["ngram", "model", "eagle3", "depth 1"])
-def test_constrained_answers_are_drafted_for_and_equal(options: dict[str, Any]) -> None:
+def test_constrained_answers_are_drafted_for_and_equal(options: dict[str, Any], plain: Plain) -> None:
     """There is a mask at every draft position; an answer alone in its batch has drafts of masked rows only."""
-    with opened() as plain, opened(**options, **FIXED) as drafting:
-        assert constrained(drafting) == constrained(plain)
+    with opened(**options, **FIXED) as drafting:
+        assert constrained(drafting) == plain.constrained
         before, steps = drafting.engine.stats().accepted_tokens, drafting.engine.stats().steps
         alone = SamplingParams(temperature=0, max_tokens=50, structured_outputs={"regex": "(ab ){12}"})
         prompt = [{"role": "user", "content": "Repeat after me: ab ab ab ab"}]
@@ -295,17 +333,16 @@ def test_constrained_answers_are_drafted_for_and_equal(options: dict[str, Any]) 
 @pytest.mark.parametrize("options", [
     {"speculative_model": DRAFT, "num_speculative_tokens": 9},
     {"speculative_config": {"model": DRAFT, "speculative_eagle_topk": 3, "speculative_num_steps": 3}}], ids=["chain", "tree"])
-def test_budgets_of_thinking_end_within_drafts(options: dict[str, Any]) -> None:
-    """Drafts beyond the budget, which its forced end or the model's own ends before; of one token and of two."""
-    with opened() as plain, opened(**options, draft_policy="fixed") as drafting:
-        said = [tokens for tokens, _, _ in answers(plain, ignore_eos=True)[0]]
-        for end in ([300], [300, 301], said[0][3:4], said[0][3:5], said[-1][5:6]):
-            for budget in (0, 2, 5, 8):
-                asked = {"reasoning_end_ids": end, "max_thinking_tokens": budget, "ignore_eos": True, "max_tokens": 30}
-                assert answers(drafting, **asked)[0] == answers(plain, **asked)[0], asked
-                # Thinking begins within drafts.
-                asked["reasoning_start_ids"] = said[-1][2:3]
-                assert answers(drafting, **asked)[0] == answers(plain, **asked)[0], asked
+def test_budgets_of_thinking_end_within_drafts(options: dict[str, Any], plain: Plain) -> None:
+    """Drafts beyond the budget, which its forced end or the model's own ends before; of one token and of two. In half of the
+    answers thinking begins within drafts."""
+    said = [tokens for tokens, _, _ in plain.answers(ignore_eos=True)]
+    asked = [{"reasoning_end_ids": end, "max_thinking_tokens": budget, "ignore_eos": True, "max_tokens": 30, **begun}
+             for end in ([300], [300, 301], said[0][3:4], said[0][3:5], said[-1][5:6]) for budget in (0, 2, 5, 8)
+             for begun in ({}, {"reasoning_start_ids": said[-1][2:3]})]
+    with opened(**options, draft_policy="fixed") as drafting:
+        for one, found, expected in zip(asked, answered(drafting, *asked), plain.answered(*asked), strict=True):
+            assert found == expected, one
 
 
 def test_masks_of_ranks_in_processes_know_the_drafts() -> None:
@@ -467,16 +504,17 @@ class LoadedConstant(LoadedDrafter):
 
 @pytest.mark.parametrize("drafter", [Constant, Random, *(pytest.param(one, marks=pytest.mark.exhaustive)
                                                          for one in (Echo, Idle))])
-def test_a_drafter_of_an_installed_package_may_write_anything(drafter: type[Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_of_an_installed_package_may_write_anything(drafter: type[Drafter], plain: Plain,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Constant is the end of the answer."""
     own = EntryPoints([EntryPoint("always-end", f"{__name__}:LoadedConstant", "penstock.drafters")])
     monkeypatch.setattr("penstock.config.speculation.entry_points", lambda group: own.select(group=group))
     monkeypatch.setattr(LoadedConstant, "drafter", drafter)
     config = {"method": "always-end", "num_speculative_tokens": 2, "draft_policy": "fixed"}
-    with opened() as plain, opened(speculative_config=config) as drafting:
+    with opened(speculative_config=config) as drafting:
         for asked in ({}, {"temperature": 0.9, "frequency_penalty": 0.5}):
-            expected, (found, stats) = answers(plain, **asked)[0], answers(drafting, **asked)
-            assert found == expected and stats.drafts > len(ITEMS)
+            found, stats = answers(drafting, **asked)
+            assert found == plain.answers(**asked) and stats.drafts > len(ITEMS)
 
 
 @pytest.mark.parametrize(("filtered", "tokens", "rule"), [({"top_k": 20}, 4096, "strict"), ({"top_k": 20}, 4096, "block"), *(
@@ -509,19 +547,19 @@ def test_sampled_tokens_have_the_targets_distribution(filtered: dict[str, float]
 
 @pytest.mark.parametrize("case", sampled(itertools.product(
     ["probabilistic", "block"], [{"model": DRAFT}, {"model": EAGLE}, {"method": "ngram"}]), 2), ids=str)
-def test_rejection_changes_no_greedy_answer_and_repeats_itself(case: tuple[str, dict[str, str]]) -> None:
+def test_rejection_changes_no_greedy_answer_and_repeats_itself(case: tuple[str, dict[str, str]], plain: Plain) -> None:
     rule, drafter = case
     config = {**drafter, "rejection_sample_method": rule, **FIXED}
     drawn: dict[str, Any] = {"temperature": 2.0, "top_k": 50, "n": 2}
-    with opened() as plain, opened(speculative_config=config) as drafting:
+    with opened(speculative_config=config) as drafting:
         for asked in ({}, {"repetition_penalty": 1.3}):
-            assert answers(drafting, **asked)[0] == answers(plain, **asked)[0]
+            assert answers(drafting, **asked)[0] == plain.answers(**asked)
         before = drafting.engine.stats().accepted_tokens
         found, stats = answers(drafting, **drawn)
-        assert found == answers(drafting, **drawn)[0] != answers(plain, **drawn)[0]
+        assert found == answers(drafting, **drawn)[0] != plain.answers(**drawn)
         assert stats.accepted_tokens > before
         # Log probabilities are of the tokens that the strict rule chooses.
-        assert answers(drafting, logprobs=2, **drawn)[0] == answers(plain, logprobs=2, **drawn)[0]
+        assert answers(drafting, logprobs=2, **drawn)[0] == plain.answers(logprobs=2, **drawn)
     with pytest.raises(ConfigError, match="possible are strict, probabilistic, block"):
         speculation(EngineOptions(speculative_config={"method": "ngram", "rejection_sample_method": "blocks"}))
 
@@ -530,7 +568,7 @@ STORIES = [[{"role": "user", "content": f"Tell me a story about a {word}"}] for 
 
 
 @pytest.mark.parametrize(("draft", "branches"), [(EAGLE, 4), (DRAFT, 2)], ids=["eagle3", "model"])
-def test_trees_change_no_answer_and_keep_more(draft: str, branches: int) -> None:
+def test_trees_change_no_answer_and_keep_more(draft: str, branches: int, plain: Plain) -> None:
     """Texts that go on behind their end, where drafts are often wrong. Rows with penalties have chains in the same batch."""
     kept, said = [], []
     for topk, tokens in ((1, None), (branches, None), (branches, 15)):
@@ -543,8 +581,7 @@ def test_trees_change_no_answer_and_keep_more(draft: str, branches: int) -> None
             said.append(told(llm, params))
             stats = llm.engine.stats()
             kept.append(stats.accepted_tokens / stats.drafts)
-    with opened() as plain:
-        said.append(told(plain, params))
+    said.append(told(plain.llm, params))
     assert said[0] == said[1] == said[2] == said[3] and kept[0] * 1.02 < kept[1], kept
 
 
@@ -553,12 +590,12 @@ def told(llm: LLM, params: list[SamplingParams]) -> list[Any]:
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found]
 
 
-def test_trees_with_everything_else() -> None:
+def test_trees_with_everything_else(plain: Plain) -> None:
     config = {"model": EAGLE, "speculative_eagle_topk": 3, "num_speculative_tokens": 3, "draft_policy": "fixed"}
-    with opened() as plain, opened(speculative_config=config) as drafting:
+    with opened(speculative_config=config) as drafting:
         for asked in ASKED:
-            assert answers(drafting, **asked)[0] == answers(plain, **asked)[0], asked
-        assert constrained(drafting) == constrained(plain)
+            assert answers(drafting, **asked)[0] == plain.answers(**asked), asked
+        assert constrained(drafting) == plain.constrained
     for other, message in (({"method": "suffix", "model": None}, "several candidates"),
                            ({"rejection_sample_method": "block"}, "strict"), ({"num_speculative_tokens": 1}, "2 steps"),
                            ({"speculative_num_draft_tokens": 6}, "can have 7 to 22")):
