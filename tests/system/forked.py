@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 STARTERS = ("penstock.cli.main", "tests.system.launch", "penstock.engine.process")
-MODULES = (*STARTERS, "penstock.worker.process", "penstock.engine.rendering")
+MODULES = (*STARTERS, "penstock.worker.process", "penstock.engine.rendering", "tests.system.blocked_rank")
 """Modules that are forked, by the name after `python -m`; the STARTERS start others."""
 
 IMPORTED = (*MODULES, "penstock.cli.serve", "penstock.server.run", "penstock.engine.engine", "penstock.worker.worker")
