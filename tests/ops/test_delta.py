@@ -7,16 +7,20 @@ import torch
 
 from penstock.ops.delta import DeltaShape, delta_rule
 from tests.ops.delta import SHAPES, Tape, follow
+from tests.sampling import sampled
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("most", [0, 3, 7])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_division_into_steps(shape: DeltaShape, most: int) -> None:
+DIVISIONS = [(shape, most, (place + turn + seed) % 3) for place, shape in enumerate(SHAPES)
+             for turn, most in enumerate((0, 3, 7)) for seed in range(3)]
+
+
+@pytest.mark.parametrize("case", sampled(DIVISIONS, 3, name=str))
+def test_every_division_into_steps(case: tuple[DeltaShape, int, int]) -> None:
     """The longest chunk of 70 tokens is more than one inside; up to `most` drafts are rejected, across borders of pages too."""
-    for seed in range(3):
-        assert follow(Tape(shape, most, CPU), delta_rule, seed) > 10
+    shape, most, seed = case
+    assert follow(Tape(shape, most, CPU), delta_rule, seed) > 10
 
 
 def test_a_state_that_cannot_go_back_shows() -> None:
