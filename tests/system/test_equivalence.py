@@ -78,9 +78,9 @@ def _prompts(vocabulary: int, count: int) -> list[list[int]]:
     return [[1] + [rng.randrange(3, vocabulary) for _ in range(length - 1)] for length in lengths[:count]]
 
 
-def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: bool = False
+def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: int = 0
          ) -> tuple[dict[tuple[int, int], list[int]], int]:
-    """Outputs by (prompt, index), and the number of preemptions. alone: of all prompts, one after another."""
+    """Outputs by (prompt, index), and the number of preemptions. alone: of so many prompts, one after another."""
     found = made(route, scratch)
     told = {"batch": 1, "fork": 1, "tight": False, "again": False, "adapters": 0, "ranks": 1, "tensors": 1, **found.run}
     rows = told["batch"] * told["fork"]
@@ -118,7 +118,7 @@ def _run(folder: Path, vocabulary: int, route: Route, scratch: Path, *, alone: b
     prompts, out = _prompts(vocabulary, max(BATCHES)), dict[tuple[int, int], list[int]]()
     for turn in range(1 + told["again"]):
         seen: dict[tuple[int, int], list[int]] = {}
-        for together in [[i] for i in range(max(BATCHES))] if alone else [range(told["batch"])]:
+        for together in [[i] for i in range(alone)] if alone else [range(told["batch"])]:
             for i in together:
                 params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=0, n=told["fork"])
                 engine.submit(Request(f"{turn}-{i}", prompts[i], params, adapter=names[i % len(names)]))
@@ -176,19 +176,21 @@ def _adapters(folder: Path) -> list[Path]:
 
 
 @cache
-def _alone(folder: Path, vocabulary: int, kernel: str, codec: str, scheme: str, adapter: str) -> list[list[int]]:
-    """Each prompt's continuation by itself, on the plainest route but for these."""
+def _alone(folder: Path, vocabulary: int, count: int, kernel: str, codec: str, scheme: str, adapter: str) -> list[list[int]]:
+    """The continuation of each of so many prompts by itself, on the plainest route but for these."""
     plain = {axis: next(iter(values)) for axis, values in AXES.items()}
     route = {**plain, "kernel": kernel, "codec": codec, "scheme": scheme, "adapter": adapter, "chunk": "4096", "page": "16"}
-    found, _ = _run(folder, vocabulary, route, folder, alone=True)
-    return [found[i, 0] for i in range(max(BATCHES))]
+    found, _ = _run(folder, vocabulary, route, folder, alone=count)
+    return [found[i, 0] for i in range(count)]
 
 
 def _check(folder: Path, vocabulary: int, route: Route, scratch: Path) -> int:
-    want = _alone(folder, vocabulary, route["kernel"], route["codec"], route["scheme"], route["adapter"])
-    assert len({tuple(tokens) for tokens in want}) > 10, "the model says the same to everything: it would hide mistakes"
+    batch = int(route["batch"])
+    want = _alone(folder, vocabulary, batch, route["kernel"], route["codec"], route["scheme"], route["adapter"])
+    said = {tuple(tokens) for tokens in want}
+    assert len(said) > batch // 3, "the model says the same to everything: it would hide mistakes"
     out, preemptions = _run(folder, vocabulary, route, scratch)
-    assert len(out) == int(route["batch"]) * int(route["fork"])
+    assert len(out) == batch * int(route["fork"])
     for (i, index), tokens in out.items():
         assert tokens == want[i], (i, index)
     return preemptions
@@ -242,8 +244,12 @@ MIXED = {"canary-mla": LATENT, "canary-sink": PAIRS, "canary-moe": PAIRS, "canar
 """Latents with experts; sinks and windows with experts; experts alone; recurrent states with experts. All trained."""
 
 
-@pytest.mark.parametrize("name, route", [(name, routes[3 + 5 * i]) for i, (name, routes) in enumerate(MIXED.items())],
-                         ids=MIXED)
+SAMPLED = {"canary-mla": 1, "canary-sink": 14, "canary-moe": 0, "canary-hybrid": 3}
+"""A route of seven sequences for each; with those of the other models, every value of every axis is in one."""
+
+
+@pytest.mark.parametrize("name, route", [(name, [route for route in MIXED[name] if route["batch"] == "7"][place])
+                                         for name, place in SAMPLED.items()], ids=SAMPLED)
 def test_latents_and_sinks(name: str, route: Route, tmp_path: Path) -> None:
     _check(ASSETS / name, 4096, route, tmp_path)
 
@@ -255,7 +261,7 @@ def test_latents_and_sinks_by_all_pairs(name: str, route: Route, tmp_path: Path)
     _check(ASSETS / name, 4096, route, tmp_path)
 
 
-@pytest.mark.parametrize("route", sampled(PAIRS, 32, 3, named))
+@pytest.mark.parametrize("route", sampled(PAIRS, 32, 2, named))
 def test_mixture(mixture: Path, route: Route, tmp_path: Path) -> None:
     _check(mixture, 160, route, tmp_path)
 
@@ -333,16 +339,18 @@ def _check_cache(folder: Path, vocabulary: int, page: int, depth: int) -> None:
         assert strained == want and hits > 50 and evicted > 0, (hits, evicted)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("page", PAGES)
-def test_cached_trained(page: int, depth: int) -> None:
-    _check_cache(need(MODELS / "stories260k"), 512, page, depth)
+CACHED = [(page, depth) for turn, page in enumerate(PAGES) for depth in (DEPTHS if turn % 2 else DEPTHS[::-1])]
+"""In an order in which every other one has all pages and all depths."""
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("page", PAGES)
-def test_cached_alternating_windows(alternating: Path, page: int, depth: int) -> None:
-    _check_cache(alternating, 160, page, depth)
+@pytest.mark.parametrize("case", sampled(CACHED, 2, name=str))
+def test_cached_trained(case: tuple[int, int]) -> None:
+    _check_cache(need(MODELS / "stories260k"), 512, *case)
+
+
+@pytest.mark.parametrize("case", sampled(CACHED, 2, 1, str))
+def test_cached_alternating_windows(alternating: Path, case: tuple[int, int]) -> None:
+    _check_cache(alternating, 160, *case)
 
 
 @pytest.mark.parametrize("name", ["stories260k", "babyllama-tok105", "babyllama-tok361"])
