@@ -226,16 +226,17 @@ def test_compiled_grammars_are_kept(llm: LLM) -> None:
     assert stats.grammars_compiled == before + 1 and stats.grammars_cached >= 2 and stats.forced_tokens > 0
 
 
-def test_the_distribution_is_the_models_own_restricted(llm: LLM) -> None:
+def test_the_distribution_is_the_models_own_restricted() -> None:
     """Chi-square of one choice among tokens: the probabilities are the free ones over their sum."""
     count = 2000
     seen: Counter[str] = Counter()
     logprob: dict[str, float] = {}
-    for seed in range(count // 100):
-        outputs = llm.generate(["The number is "], SamplingParams(
-            n=100, temperature=1.0, max_tokens=3, seed=1 + 1000 * seed, logprobs=0,
-            structured_outputs=StructuredOutputsParams(regex="[0-9]")), use_tqdm=False)
-        for one in outputs[0].outputs:
+    params = [SamplingParams(n=100, temperature=1.0, max_tokens=3, seed=1 + 1000 * seed, logprobs=0,
+                             structured_outputs=StructuredOutputsParams(regex="[0-9]")) for seed in range(count // 100)]
+    with LLM(threads=1, max_num_seqs=100, max_model_len=64) as llm:
+        outputs = llm.generate(["The number is "] * len(params), params, use_tqdm=False)
+    for output in outputs:
+        for one in output.outputs:
             assert one.logprobs is not None
             seen[one.text] += 1
             logprob[one.text] = one.logprobs[0][one.token_ids[0]].logprob

@@ -39,7 +39,8 @@ from penstock.worker.movers import PageReader
 from tests.data import MODELS, need
 
 FAULTY = int(os.environ.get("PENSTOCK_TEST_FAULTY_REQUESTS", "300"))
-"""Requests of the test with faults; the full measure is 10,000."""
+"""Requests of the tests with faults in `make test-all`, twice those of `make test`; the full measure is 10,000."""
+SOME_FAULTY = [FAULTY // 2, pytest.param(FAULTY, marks=pytest.mark.exhaustive)]
 
 LENGTH = 320
 OUTPUT = 10
@@ -521,16 +522,18 @@ def ask_at_random(root: Path, count: int) -> tuple[int, int, int]:
     return wrong, hits, failures
 
 
-def test_no_fault_makes_a_wrong_token(tmp_path: Path, faults: list[Faulty]) -> None:
-    wrong, hits, failures = ask_at_random(tmp_path, FAULTY)
+@pytest.mark.parametrize("asked", SOME_FAULTY)
+def test_no_fault_makes_a_wrong_token(tmp_path: Path, faults: list[Faulty], asked: int) -> None:
+    wrong, hits, failures = ask_at_random(tmp_path, asked)
     counts = {what: sum(fault.counts[what] for fault in faults) for what in faults[0].counts}
-    print(f"{FAULTY} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; faults: {counts}")
+    print(f"{asked} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; faults: {counts}")
     assert wrong == 0
-    assert hits > FAULTY and failures > FAULTY // 50
+    assert hits > asked and failures > asked // 50
     assert all(counts.values()), counts
 
 
-def test_no_damaged_file_makes_a_wrong_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", SOME_FAULTY)
+def test_no_damaged_file_makes_a_wrong_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int) -> None:
     """The same with files that are damaged just before they are read, several at a time, as an undisturbed disk's are."""
     rng, read = random.Random(5), PageReader.read
     counts = dict.fromkeys(("flipped", "short", "empty", "gone", "another", "folder"), 0)
@@ -545,10 +548,10 @@ def test_no_damaged_file_makes_a_wrong_token(tmp_path: Path, monkeypatch: pytest
         return read(reader, names, *rest)
 
     monkeypatch.setattr(PageReader, "read", damaging)
-    wrong, hits, failures = ask_at_random(tmp_path, FAULTY)
-    print(f"{FAULTY} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; files: {counts}")
+    wrong, hits, failures = ask_at_random(tmp_path, asked)
+    print(f"{asked} requests, {wrong} wrong; {hits} tokens from disk, {failures} pages dropped; files: {counts}")
     assert wrong == 0
-    assert hits > FAULTY and failures > FAULTY // 50
+    assert hits > asked and failures > asked // 50
     assert all(counts.values()), counts
 
 
