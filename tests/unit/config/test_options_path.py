@@ -21,8 +21,13 @@ ORDER = ("cli", "server", "engine", "worker")
 
 
 def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {
-        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+    return found
 
 
 Trees = dict[Path, ast.Module]
@@ -47,10 +52,12 @@ def visited(trees: Trees, *kinds: type) -> list[str]:
     fields = set().union(*(FIELDS[kind] for kind in kinds))
     found = []
     for path, tree in trees.items():
+        if path.parts[0] == "cli" and path.name != "serve.py":
+            continue
         reads = any(isinstance(node, ast.Attribute) and node.attr in fields
                     and re.fullmatch(r"(\w+\.)*_?(engine_)?options", ast.unparse(node.value)) for node in ast.walk(tree))
         defines = any(isinstance(node, ast.ClassDef) and node.name in names for node in ast.walk(tree))
-        if (path.parts[0] != "cli" or path.name == "serve.py") and (reads or defines or _names(tree) & names):
+        if reads or defines or _names(tree) & names:
             found.append(str(path))
     return found
 
