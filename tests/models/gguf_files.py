@@ -32,6 +32,13 @@ _HERE = {
     "deepseek2 wide": ("deepseek3-experts", {
         **_MSCALE, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 64,
         "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}),
+    **{kind: (name, {"layer_types": None, "attention_bias": False}) for kind, name in {
+        "qwen3next": "qwen3next-odd", "qwen3next input": "qwen3next-odd", "qwen35": "qwen3.5-odd",
+        "qwen35 even": "qwen3.5-even", "qwen35moe": "qwen3.5-moe"}.items()},
+    **{kind: (name, {"layer_types": None, "attention_bias": False, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                     "linear_key_head_dim": 32, "linear_value_head_dim": size, "hidden_size": 64}) for kind, name, size in (
+        ("qwen3next wide", "qwen3next-odd", 32), ("qwen35 wide", "qwen3.5-odd", 32), ("qwen35 halves", "qwen3.5-odd", 16))},
+    "falcon new": ("falcon-new", {"bias": False}),
     "gpt-oss wide": ("gpt-oss-plain", {"intermediate_size": 64}),
     "deepseek2 yarn": ("deepseek2-yarn", {**_MSCALE, "attention_bias": False}),
     "deepseek2 sigmoids": ("deepseek3-experts", {**_MSCALE, "q_lora_rank": 24})}
@@ -55,13 +62,15 @@ KINDS = {
     "hunyuan-moe": "hunyuan-moe-odd", "ernie4_5": "ernie45-plain", "ernie4_5-moe": "ernie-moe-odd",
     "nemotron": "nemotron-plain", "phi3 partial": "phi3-partial", "jais2": "jais2-plain", "exaone4": "exaone4-plain",
     "exaone4 global": "exaone4-global", "exaone-moe": "exaone-moe-odd",
-    "afmoe": "afmoe-plain", "xverse": "llama-plain", "exaone": "llama-plain",
+    "apertus": "apertus-llama3", "apertus odd": "apertus-plain", "falcon two": "falcon-grouped",
+    "glm-dsa": "glm5-long", "afmoe": "afmoe-plain", "xverse": "llama-plain", "exaone": "llama-plain",
 
     **{kind: name for kind, (name, _) in _HERE.items()}}
 """Architectures, perhaps with a word that tells their entries apart, and cases of `families.py`."""
 PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "xverse", "internlm2",
             "baichuan"}
-NORMS_UP = {"gemma", "gemma2", "gemma3", "nemotron"}
+DELTA = {"qwen3next", "qwen35", "qwen35moe"}
+NORMS_UP = {"gemma", "gemma2", "gemma3", "nemotron", *DELTA}
 KEYS = {
     ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"): "context_length",
     ("hidden_size", "n_embd", "d_model"): "embedding_length", ("num_hidden_layers", "n_layer", "n_layers"): "block_count",
@@ -90,6 +99,8 @@ KEYS = {
 
 def case_of(kind: str) -> Case:
     case = next(case for case in CASES if case.name == KINDS[kind])
+    if kind == "qwen35moe":
+        case = replace(case, rewrite=None)
     return replace(case, config={**case.config, **_HERE.get(kind, ("", {}))[1]})
 
 
@@ -102,13 +113,16 @@ def convert(folder: Path, kind: str, path: Path, *, absorbed: bool = True, block
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata(arch, config, absorbed).items():
         _add(writer, f"{arch}.{key}", value)
+    for name in ("alpha_n", "alpha_p", "beta", "eps") if arch == "apertus" else ():
+        writer.add_array(f"xielu.{name}", [tensors[f"model.layers.{i}.mlp.act_fn.{name}"].float().item()
+                                           for i in range(config["num_hidden_layers"])])
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{i}" for i in range(config.get("vocab_size") or config["padded_vocab_size"])])
     writer.add_token_scores([0.0] * (config.get("vocab_size") or config["padded_vocab_size"]))
     writer.add_token_types([1] * (config.get("vocab_size") or config["padded_vocab_size"]))
     names = gguf.get_tensor_name_map(next(one for one, said in gguf.MODEL_ARCH_NAMES.items() if said == arch), 8)
     tied = config.get("tie_word_embeddings", arch != "chatglm")
-    for name, tensor in arranged(arch, tensors, config, absorbed):
+    for name, tensor in arranged(arch, tensors, config, absorbed, input_whole=kind == "qwen3next input"):
         name = name.removeprefix("transformer.") if arch in ("bloom", "chatglm") else name
         target = names.get_name(name, try_suffixes=(".weight", ".bias")) or (name if name.startswith(("blk", "rope")) else None)
         assert target is not None, f"{name} has no name in {arch}"
@@ -185,11 +199,11 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     if arch == "phi3":
         found.setdefault("attention.sliding_window", 0)
-    if arch in ("deepseek2", "minicpm3"):
+    if arch in ("deepseek2", "minicpm3", "glm-dsa"):
         keys, turned, rank = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
         found |= {"attention.key_length": keys + turned, "rope.dimension_count": turned,
                   "attention.value_length": config.get("v_head_dim", 0)}
-    if arch == "deepseek2":
+    if arch in ("deepseek2", "glm-dsa"):
         if absorbed:
             found |= {"attention.head_count_kv": 1, "attention.key_length": rank + turned, "attention.value_length": rank,
                       "attention.key_length_mla": keys + turned, "attention.value_length_mla": config["v_head_dim"]}
@@ -201,7 +215,7 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
     if arch in ("glm4moe", "exaone-moe", "dots1", "minimax-m2", "afmoe"):
         found["expert_gating_func"] = 2
         found.setdefault("leading_dense_block_count", 0)
-    if arch in ("glm4moe", "exaone-moe", "deepseek2"):
+    if arch in ("glm4moe", "exaone-moe", "deepseek2", "glm-dsa"):
         found["block_count"] = layers + found.get("nextn_predict_layers", 0)
     if "expert_count" in found:
         found.setdefault("expert_feed_forward_length", found["feed_forward_length"])
@@ -217,6 +231,14 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
         found |= {"feed_forward_length": config["intermediate_size_mlp"],
                   "expert_feed_forward_length": config["intermediate_size"],
                   "expert_count": found["expert_count"] if config["use_qk_norm"] else 128}
+    if arch in DELTA:
+        found |= {"ssm.group_count": config["linear_num_key_heads"], "ssm.time_step_rank": config["linear_num_value_heads"],
+                  "ssm.state_size": config["linear_key_head_dim"], "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+                  "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+                  "full_attention_interval": config["layer_types"].index("full_attention") + 1}
+    if arch == "glm-dsa":
+        found |= {f"attention.indexer.{key}": config[f"index_{name}"] for key, name in (
+            ("head_count", "n_heads"), ("key_length", "head_dim"), ("top_k", "topk"))}
     if arch == "mistral3":
         found["attention.temperature_scale"] = turns["llama_4_scaling_beta"]
     if arch == "minicpm":
@@ -235,7 +257,8 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
             for key, value in found.items()}
 
 
-def arranged(arch: str, tensors: Weights, config: dict[str, Any], absorbed: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def arranged(arch: str, tensors: Weights, config: dict[str, Any], absorbed: bool, *,
+             input_whole: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     heads = next(config[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in config)
     kv_heads = next((config[name] for name in ("num_key_value_heads", "num_kv_heads") if config.get(name)), heads)
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
@@ -247,13 +270,16 @@ def arranged(arch: str, tensors: Weights, config: dict[str, Any], absorbed: bool
     for name, tensor in tensors.items():
         if arch in PERMUTED and re.search(r"[.][qk]_proj[.]", name):
             tensor = halves_to_pairs(tensor, heads if ".q_proj" in name else kv_heads)
-        if arch in NORMS_UP and "norm" in name and name.endswith("weight"):
+        if arch in NORMS_UP and "norm" in name and name.endswith("weight") and "linear_attn" not in name:
             tensor = tensor + 1
         one = re.fullmatch(r"(.*[.]experts|.*layernorm[.]norms)[.]([0-9]+)[.](.*weight)", name)
         if one is not None:
             experts.setdefault(f"{one[1].removesuffix('.norms')}.{one[3]}", {})[int(one[2])] = tensor
             continue
-        yield from _changed(arch, name, tensor, config, heads, kv_heads, absorbed)
+        if "linear_attn" in name:
+            yield from _delta(arch, name, tensor, config, input_whole)
+        elif ".act_fn." not in name:
+            yield from _changed(arch, name, tensor, config, heads, kv_heads, absorbed)
     if arch == "glm4moe":
         # As newer files may have them: gates and ups of all experts in one tensor.
         for name in [name for name in experts if "up_proj" in name]:
@@ -301,7 +327,7 @@ def _changed(arch: str, name: str, tensor: torch.Tensor, config: dict[str, Any],
         else:
             yield f"blk.{layer}.ffn_gate_exps.{end}", turned[:, ::2]
             yield f"blk.{layer}.ffn_up_exps.{end}", turned[:, 1::2]
-    elif name.endswith("kv_b_proj.weight") and absorbed and arch == "deepseek2":
+    elif name.endswith("kv_b_proj.weight") and absorbed and arch in ("deepseek2", "glm-dsa"):
         k, v = tensor.unflatten(0, (heads, -1)).split((config["qk_nope_head_dim"], config["v_head_dim"]), 1)
         yield name.replace("kv_b_proj", "k_b_proj"), k.transpose(1, 2)
         yield name.replace("kv_b_proj", "v_b_proj"), v
@@ -324,6 +350,39 @@ def _changed(arch: str, name: str, tensor: torch.Tensor, config: dict[str, Any],
         yield name, tensor.t()
     else:
         yield _corrected(name), tensor
+
+
+def _delta(arch: str, name: str, tensor: torch.Tensor, config: dict[str, Any], input_whole: bool,
+           ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Delta nets: Qwen3-Next's queries, keys and values come by kind, in the first files with all by key head; Qwen3.5's heads
+    of values come by their place among those of a key."""
+    keys, heads, key_size, size = (config[f"linear_{one}"] for one in (
+        "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    block, shared = f"blk.{name.split('.')[2]}", heads // keys
+
+    def tiled(part: torch.Tensor, dim: int, each: int) -> torch.Tensor:
+        return part.unflatten(dim, (keys, shared, each)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if "conv1d" in name:
+        tensor = tensor.squeeze(1)
+    if "in_proj_qkvz" in name and not input_whole:
+        parts = tensor.unflatten(0, (keys, -1)).split((key_size, key_size, shared * size, shared * size), 1)
+        yield f"{block}.attn_qkv.weight", torch.cat([part.flatten(0, 1) for part in parts[:3]])
+        yield f"{block}.attn_gate.weight", parts[3].flatten(0, 1)
+        return
+    if arch != "qwen3next" and any(one in name for one in ("in_proj_qkv.", "conv1d")):
+        first = 2 * keys * key_size
+        tensor = torch.cat((tensor[:first], tiled(tensor[first:], 0, size)))
+    elif arch != "qwen3next" and "norm" not in name:
+        dim, each = ("out_proj" in name, size if "out_proj" in name or "in_proj_z" in name else 1)
+        tensor = tiled(tensor, int(dim), each)
+    end = {"in_proj_qkvz": "ssm_in.weight", "in_proj_ba": "ssm_ba.weight", "in_proj_qkv": "attn_qkv.weight",
+           "in_proj_z": "attn_gate.weight", "in_proj_b": "ssm_beta.weight", "in_proj_a": "ssm_alpha.weight",
+           "conv1d": "ssm_conv1d.weight", "norm": "ssm_norm.weight", "out_proj": "ssm_out.weight", "A_log": "ssm_a",
+           "dt_bias": "ssm_dt.bias"}[name.split("linear_attn.")[1].removesuffix(".weight")]
+    yield f"{block}.{end}", tensor
 
 
 def _corrected(name: str) -> str:

@@ -184,7 +184,7 @@ def test_other_architectures_and_vocabularies_are_refused(tmp_path: Path) -> Non
     path = tmp_path / "rwkv.gguf"
     length = (5).to_bytes(8, "little")
     path.write_bytes((ASSETS / "llama.gguf").read_bytes().replace(length + b"llama", length + b"rwkv9", 1))
-    with pytest.raises(ModelError, match=r"general.architecture is 'rwkv9', which .* it reads afmoe, arcee, baichuan, bloom"):
+    with pytest.raises(ModelError, match=r"general.architecture is 'rwkv9', which .* it reads afmoe, apertus, arcee, baichuan"):
         resolve_folder(str(path))
     with pytest.raises(ModelError, match=r"no token_embd.weight: it holds no language model"):
         resolve_folder(str(need(DATA / "tokenizers" / "gguf" / "ggml-vocab-llama-spm.gguf")))

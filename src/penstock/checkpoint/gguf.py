@@ -8,7 +8,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,15 @@ def _read(path: Path, cursor: _Cursor) -> File:
     if version not in (2, 3):
         raise ValueError(f"its version is {version}; possible are 2 and 3, little-endian")
     tensors, keys = cursor.count("the list of tensors"), cursor.count("the metadata")
-    metadata = {cursor.text(): cursor.value(cursor.take("I")) for _ in range(keys)}
+    metadata: dict[str, Any] = {}
+    found: dict[str, Entry] = {}
+    for _ in range(keys):
+        key, kind = cursor.text(), cursor.take("I")
+        at = cursor.at + struct.calcsize("<IQ")
+        metadata[key] = cursor.value(kind)
+        for i, one in enumerate(metadata[key] if key in _XIELU and kind == _ARRAY else ()):
+            if isinstance(one, float) and cursor.at - at == 4 * len(metadata[key]):
+                found[f"blk.{i}.{key}"] = Entry(f"blk.{i}.{key}", (1,), "f32", at + 4 * i, at + 4 * i + 4)
     listed = []
     for _ in range(tensors):
         name = cursor.text()
@@ -118,7 +126,6 @@ def _read(path: Path, cursor: _Cursor) -> File:
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"its alignment is {alignment!r}")
     base = -(-cursor.at // alignment) * alignment
-    found: dict[str, Entry] = {}
     for name, shape, number, offset in listed:
         if number not in SIZES:
             raise ModelError(f"{path}: tensor {name} has type {number}, which Penstock does not know; it knows "
@@ -167,6 +174,14 @@ ENDS = {"token_embd": "embedding", "token_embd_norm": "embedding.norm", "positio
          "output": "head"}
 _MERGED = {"ffn_up": "mlp.gate_up"}
 _SECOND = {"post_attention_norm": "mlp.pre"}
+_DELTA = {**_SECOND, "attn_qkv": "attention.input", "attn_gate": "attention.z", "ssm_beta": "attention.b",
+          "ssm_alpha": "attention.a", "ssm_out": "attention.o", "ssm_conv1d": "attention.conv", "ssm_norm": "attention.norm",
+          "ssm_a": "attention.decay", "ssm_dt.bias": "attention.step", "ssm_ba": "attention.b attention.a",
+          "ssm_in": "attention.input attention.z"}
+"""Delta nets. Of two names each takes some rows of the tensor."""
+_TWO_NORMS = {"attn_norm": "mlp.pre", "attn_norm_2": "attention.pre"}
+_XIELU = tuple(f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
+"""Metadata with a number for each block, which are parameters."""
 
 Values = Callable[[str], Any]
 """A value of the architecture's metadata by its key without prefix, or None."""
@@ -226,6 +241,13 @@ def _deepseek(value: Values) -> dict[str, Any]:
     return found
 
 
+def _delta(value: Values) -> dict[str, Any]:
+    heads, every = value("ssm.time_step_rank"), value("full_attention_interval") or 4
+    return {"linear_num_key_heads": value("ssm.group_count"), "linear_num_value_heads": heads,
+            "linear_key_head_dim": value("ssm.state_size"), "linear_value_head_dim": value("ssm.inner_size") // heads,
+            "linear_conv_kernel_dim": value("ssm.conv_kernel"), "full_attention_interval": every}
+
+
 def _yarn(value: Values, **more: Any) -> dict[str, Any]:
     """YaRN, perhaps with more than its usual numbers; values of None are left out."""
     found = {"rope_type": "yarn", "factor": value("rope.scaling.factor"), "beta_fast": value("rope.scaling.yarn_beta_fast"),
@@ -281,11 +303,19 @@ ARCHITECTURES = {
         "multi_query": value("attention.head_count_kv") == 1}),
     "falcon": Architecture("FalconForCausalLM", more=lambda _: {
         "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    "apertus": Architecture("ApertusForCausalLM", {name: name.replace("xielu", "mlp.act") for name in _XIELU}),
+    **{name: Architecture(f"{family}ForCausalLM", _DELTA, norms_up=True, more=_delta) for name, family in {
+        "qwen3next": "Qwen3_5Moe", "qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe"}.items()},
     "mpt": Architecture("MptForCausalLM", more=lambda value: {"attn_config": {
         "clip_qkv": value("attention.clamp_kqv") or None, "alibi_bias_max": int(value("attention.max_alibi_bias") or 0)}}),
     "minicpm": Architecture("MiniCPMForCausalLM", more=_minicpm, permuted=True),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", more=lambda value: {
         **_minicpm(value), **_deepseek(value), "v_head_dim": value("embedding_length") // value("attention.head_count")}),
+    "glm-dsa": Architecture("GlmMoeDsaForCausalLM", {
+        "indexer.attn_q_b": "attention.index_q", "indexer.attn_k": "attention.index_k",
+        "indexer.k_norm": "attention.index_norm", "indexer.proj": "attention.index_weights"}, {
+            "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim",
+            "attention.indexer.top_k": "index_topk"}, more=_deepseek),
     "deepseek2": Architecture("DeepseekV3ForCausalLM", more=lambda value: {**_deepseek(value), **_yarn(
         value, **dict.fromkeys(("mscale", "mscale_all_dim"), 10 * (value("rope.scaling.yarn_log_multiplier") or 0) or None))}),
     "gpt-oss": Architecture("GptOssForCausalLM", _SECOND, more=lambda value: _yarn(value, truncate=False)),
@@ -318,14 +348,16 @@ _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|.*\
 """Tables of rotations, which are read into the config, and what only drafting needs."""
 
 
-def architecture(metadata: Mapping[str, Any]) -> Architecture:
-    """ModelError for one that is not known."""
+def architecture(metadata: Mapping[str, Any], tensors: Iterable[str]) -> Architecture:
+    """Of a model with tensors of these names. ModelError for one that is not known."""
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         raise ModelError(f"general.architecture is {name!r}, which Penstock does not read from GGUF files; it reads "
                          f"{', '.join(sorted(ARCHITECTURES))}")
     drafting = metadata.get(f"{name}.nextn_predict_layers") or 0
-    return replace(ARCHITECTURES[name], blocks=metadata.get(f"{name}.block_count", 1 << 30) - drafting)
+    found = replace(ARCHITECTURES[name], blocks=metadata.get(f"{name}.block_count", 1 << 30) - drafting)
+    two = name == "falcon" and any("attn_norm_2" in one for one in tensors)
+    return replace(found, own=_TWO_NORMS, more=lambda _: {"new_decoder_architecture": True}) if two else found
 
 
 def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
@@ -336,7 +368,10 @@ def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
     name = arch.place(entry.name)
     if name is None:
         raise ModelError(f"tensor {entry.name} {list(entry.shape)} has no place in {arch.family}")
-    if name.endswith(("mlp.correction", ".q_norm.weight", ".k_norm.weight")):
+    if " " in name:
+        start, names, end = re.fullmatch(r"(blocks\.[0-9]+\.)(.+)(\.[a-z]+)", name).groups()  # type: ignore[union-attr]
+        return [(f"{start}{one}{end}", entry) for one in names.split()]
+    if name.endswith(("mlp.correction", ".q_norm.weight", ".k_norm.weight", ".conv.weight")):
         return [(name, replace(entry, shape=(math.prod(entry.shape),)))]
     if name.endswith("experts.gate_up.weight"):
         return [(name, replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1])))]
@@ -359,8 +394,8 @@ def config_of(files: Sequence[File]) -> dict[str, Any]:
 
 def _config(files: Sequence[File]) -> dict[str, Any]:
     metadata = files[0].metadata
-    arch, prefix = architecture(metadata), metadata["general.architecture"]
     tensors = {name: (file, entry) for file in files for name, entry in file.tensors.items()}
+    arch, prefix = architecture(metadata, tensors), metadata["general.architecture"]
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{files[0].path} has no token_embd.weight: it holds no language model (a vocabulary, or an adapter?)")
 
@@ -385,10 +420,18 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
     listed = [pair for _, entry in tensors.values() for pair in renamed(arch, entry)]
     config |= _facts({name for name, _ in listed}) | arch.more(value)
     kinds = {name.removesuffix(".weight"): one.kind for name, one in listed
-             if one.kind not in ("f32", "f16", "bf16") or name.endswith((".kv_b.k", ".kv_b.v"))}
+             if one.kind not in ("f32", "f16", "bf16") or name.endswith((".kv_b.k", ".kv_b.v"))
+             or one.name.endswith((".ssm_ba.weight", ".ssm_in.weight"))}
     heads = [config.get("num_attention_heads"), config.get("num_key_value_heads", config.get("num_attention_heads"))]
     config["quantization_config"] = {"quant_method": "gguf", "kinds": kinds, "permuted": heads if arch.permuted else None,
                                      "norms_up": arch.norms_up}
+    if "linear_num_key_heads" in config:
+        sizes = (f"linear_{one}" for one in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+        # Qwen3.5's converter sorts heads of values by their place among those of a key.
+        config["quantization_config"]["delta"] = {
+            "sizes": [config[one] for one in sizes], "tiled": prefix != "qwen3next",
+            "joined": sorted({one.name.split(".")[2] for _, one in listed if re.search(r"\.ssm_(ba|in)\.", one.name)}),
+            "blocks": [name.split(".")[1] for name, _ in listed if name.endswith(".attention.decay")]}
     return config | {f"{ours}_token_id": token for role, ours in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))
                      if (token := metadata.get(f"tokenizer.ggml.{role}_token_id")) is not None}
 

@@ -118,8 +118,8 @@ def read_header(path: Path) -> dict[str, Stored]:
 def _gguf_header(path: Path) -> dict[str, Stored]:
     """The tensors of a GGUF file by a Hugging Face folder's names. Blocks are rows of bytes."""
     file = gguf.read(path)
-    arch = gguf.architecture(file.metadata if "general.architecture" in file.metadata
-                                   else gguf.read(gguf.siblings(path)[0]).metadata)
+    first = file if "general.architecture" in file.metadata else gguf.read(gguf.siblings(path)[0])
+    arch = gguf.architecture(first.metadata, (name for one in gguf.siblings(path) for name in gguf.read(one).tensors))
     found = {}
     for entry in file.tensors.values():
         for name, one in gguf.renamed(arch, entry):

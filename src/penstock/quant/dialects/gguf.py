@@ -1,7 +1,7 @@
 """GGUF files. `checkpoint/gguf.py` names their tensors as the model does its parameters, and makes this method's config."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from penstock.quant.form import FLOATS, Form, Given, Reader
 from penstock.quant.gguf import GGUF
 from penstock.quant.scheme import PLAIN
 
-_WHOLE = {**dict.fromkeys("qkv", ("qkv",)), "gate": ("gate_up",), "up": ("gate_up",)}
+_WHOLE = {**dict.fromkeys("qkv", ("qkv", "input")), "gate": ("gate_up",), "up": ("gate_up",)}
 """Matrices that files may have of several of a model's."""
 _NORMS = ("pre", "post", "norm", "q_norm", "k_norm")
 
@@ -34,6 +34,45 @@ def _absorbed(keys: str, values: str, rank: int) -> Form:
     return Form(PLAIN, tuple(Given(name, ("uint8", *FLOATS)) for name in "kv"), halves)
 
 
+class _Delta:
+    """The rows of delta nets' tensors, in the model's order."""
+
+    def __init__(self, sizes: Sequence[int], tiled: bool, joined: Sequence[str], blocks: Sequence[str]) -> None:
+        self.keys, self.heads, self.key_size, self.value_size = sizes
+        self.tiled, self.joined, self.blocks = tiled, joined, frozenset(blocks)
+
+    def rows(self, name: str) -> tuple[torch.Tensor, int] | None:
+        """(the file's row of each of the model's, the file's count) of blocks.N.attention.PART; None: they are the same. Of
+        matrices that read values (o) these are columns."""
+        _, block, _, part = (*name.split(".", 3), "", "", "")[:4]
+        if block not in self.blocks or part not in ("input", "z", "b", "a", "conv", "decay", "step", "o"):
+            return None
+        shared = self.heads // self.keys
+        for joined, parts, sizes in (("ssm_ba", "b a", (shared,) * 2), ("ssm_in", "q k v z", (
+                self.key_size, self.key_size, *(shared * self.value_size,) * 2))):
+            if joined in self.joined and part in (*parts.split(), *(("input",) if "z" in parts else ())):
+                each = torch.arange(self.keys * sum(sizes)).view(self.keys, -1).split(sizes, 1)
+                found = each[:3] if part == "input" else (each[parts.split().index(part)],)
+                return torch.cat([one.flatten() for one in found]), self.keys * sum(sizes)
+        if not self.tiled or shared == 1:
+            return None
+        size = 1 if part in ("b", "a", "decay", "step") else self.value_size
+        first = 2 * self.keys * self.key_size if part in ("input", "conv") else 0
+        values = first + torch.arange(self.heads * size).view(shared, self.keys, size).transpose(0, 1).flatten()
+        return torch.cat((torch.arange(first), values)), first + self.heads * size
+
+
+def _columns(scheme: GGUF, n: int, k: int, order: torch.Tensor, run: int) -> Form:
+    """A matrix whose columns are sorted in runs. Blocks that hold several runs are decoded as they are loaded."""
+    columns = scheme.grain[1]
+    given = (Given("weight", ("uint8",), ((n, scheme.row_bytes(k)),)),)
+    if run % columns:
+        return Form(PLAIN, given, lambda raw: {"weight": scheme.decode(raw, torch.float32)[:, order.to(raw["weight"].device)]})
+    blocks = order[::columns] // columns
+    return Form(scheme, given, lambda raw: {
+        "weight": raw["weight"].unflatten(1, (len(blocks), -1))[:, blocks.to(raw["weight"].device)].flatten(1)})
+
+
 class _GGUF(Reader):
     methods = ("gguf",)
     suffixes = ("weight", "k", "v")
@@ -45,6 +84,7 @@ class _GGUF(Reader):
         self._kinds: Mapping[str, str] = config["kinds"]
         self._permuted = config.get("permuted")
         self._norms_up = bool(config.get("norms_up"))
+        self._delta = _Delta(**config["delta"]) if "delta" in config else None
 
     def form(self, module: str, n: int, k: int) -> Form | None:
         if f"{module}.k" in self._kinds:
@@ -52,8 +92,16 @@ class _GGUF(Reader):
         stem, _, part = re.sub(r"(?<=experts)[.][0-9]+", "", module).rpartition(".")
         kind = next((self._kinds[name] for name in (module, *(f"{stem}.{whole}" for whole in _WHOLE.get(part, ())))
                      if name in self._kinds), None)
-        if kind is None:
+        rows = None if self._delta is None else self._delta.rows(module)
+        plain = kind in ("f32", "f16", "bf16")
+        if kind is None or (plain and rows is None):
             return None
+        if self._delta is not None and rows is not None and part == "o":
+            return _columns(GGUF(kind), n, k, rows[0], self._delta.value_size)
+        if rows is not None:
+            taken, shape = rows[0], (rows[1], k if plain else GGUF(kind).row_bytes(k))
+            return Form(PLAIN if plain else GGUF(kind), (Given("weight", FLOATS if plain else ("uint8",), (shape,)),),
+                        lambda raw: {"weight": raw["weight"][taken.to(raw["weight"].device)]})
         scheme = GGUF(kind)
         given = (Given("weight", ("uint8",), ((n, scheme.row_bytes(k)),)),)
         adjust = self.adjust(f"{module}.weight")
@@ -63,9 +111,22 @@ class _GGUF(Reader):
 
     def adjust(self, name: str) -> Adjust | None:
         """The inverse of the converter's change of a tensor, if it made one."""
-        part = name.rsplit(".", 2)[-2]
+        stem = re.sub(r"\.(weight|bias)$", "", name)
+        part, rows = stem.rpartition(".")[2], None if self._delta is None else self._delta.rows(stem)
+        if rows is not None or stem.endswith("attention.decay"):
+            return self._delta_adjust(part, None if rows is None else rows[0])
         if self._permuted is not None and part in ("q", "k"):
             return _rows_of_halves(int(self._permuted["qk".index(part)]))
-        if self._norms_up and part in _NORMS and name.endswith(".weight"):
+        if self._norms_up and part in _NORMS and name.endswith(".weight") and not (
+                self._delta is not None and stem.endswith("attention.norm")):
             return lambda tensor: tensor - 1
         return None
+
+    def _delta_adjust(self, part: str, rows: torch.Tensor | None) -> Adjust:
+        def adjust(tensor: torch.Tensor) -> torch.Tensor:
+            if rows is not None:
+                order = rows.to(tensor.device)
+                tensor = tensor[:, order] if part == "o" else tensor.view(len(rows), -1)[order].view(tensor.shape)
+            return (-tensor).log() if part == "decay" else tensor
+
+        return adjust
