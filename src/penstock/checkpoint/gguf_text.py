@@ -19,11 +19,15 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _LLAMA3 = (rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",)
 _QWEN2 = (rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",)
 _DIGITS = (r"\p{N}", _GPT2)
-_FOUR = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?"
-         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",)
 _DEEPSEEK3 = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
               r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
               r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?")
+_OTHER_THAN_HAN = _CASED.replace(_UPPER, f"[{_UPPER}&&[^\\p{{Han}}]]").replace(_LOWER, f"[{_LOWER}&&[^\\p{{Han}}]]")
+_FOUR_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_FOUR = (rf"{_CASED}|\p{{N}}{{1,3}}|{_FOUR_REST}",)
+_ASIAN = "一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ"
+_SENTENCES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _LATIN_TO_COPTIC = ("A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ"
                     "-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰"
                     "-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃")
@@ -38,7 +42,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "mellum", "modern-bert",
                      "gigachat", "a.x-4.0", "roberta-bpe"), (_GPT2,)),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _FOUR),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), _FOUR),
     "tekken": (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
                r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
@@ -46,13 +50,28 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "deepseek-llm": ("[\r\n]", rf"\s?[{_LATIN_TO_COPTIC}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+",
                      r"\p{N}+"),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    "kimi-k2": (rf"\p{{Han}}+|{_OTHER_THAN_HAN}|\p{{N}}{{1,3}}|{_REST}",),
+    "seed-coder": (rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    "afmoe": (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", f"[{_ASIAN}]+", _DEEPSEEK3[2]),
+    "exaone-moe": (rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                   r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",),
+    "youtu": ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+", rf"{_CASED}|\p{{N}}|{_FOUR_REST}"),
+    "jais-2": (rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
+               + "|".join(rf"\s{{{1 << i}}}(?!\S)" for i in range(9, 1, -1)) + r"|\s{1,2}(?!\S)|\s",),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_SENTENCES,)), "viking": (_SENTENCES, r"\p{N}"),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (
+        rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", *_FOUR)),
+    "laguna": (r"[^\n]+|\n+", *_QWEN2),
+    "minicpm5": (r"\p{N}{1,3}", rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}+|{_REST}"),
+    "chameleon": ("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")}
 """Expressions that cut a text before merges, one after another, by `tokenizer.ggml.pre`: models' own, by llama.cpp's names."""
 
 _WHOLE_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
-                          "glm4", "glm5", "jina-v5-nano"})
+                          "glm4", "glm5", "jina-v5-nano", "youtu", "minicpm5"})
 """Tokenizers that take a whole word that is a token before they merge."""
-_BOS_NAMES = _WHOLE_NAMES - {"glm4", "glm5"}
+_BOS_NAMES = _WHOLE_NAMES - {"glm4", "glm5", "youtu", "minicpm5"} | {"chameleon"}
 """Tokenizers that prepend bos unless the file says otherwise."""
 
 _LAST = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import regex
 
 from penstock.checkpoint import gguf
 from penstock.checkpoint.gguf_text import files_of
@@ -69,3 +70,84 @@ def test_unknown_tokenizers_are_refused() -> None:
         files_of({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]})
     with pytest.raises(ModelError, match=r"tokenizer.ggml.pre is 'newest'; possible are .*qwen2"):
         files_of({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "newest", "tokenizer.ggml.tokens": ["a"]})
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_HAN = r"&&[^\p{Han}]"
+
+
+def _cased(less: str) -> str:
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return (rf"{start}[{_UPPER}{less}]*[{_LOWER}{less}]+{_CONTRACTIONS}?|"
+            rf"{start}[{_UPPER}{less}]+[{_LOWER}{less}]*{_CONTRACTIONS}?")
+
+
+PUBLISHED = {
+    "kimi-k2": [rf"[\p{{Han}}]+|{_cased(_HAN)}|\p{{N}}{{1,3}}|{_REST}"],
+    "seed-coder": [_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "exaone-moe": [_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+                   r"|\s*[\r\n]|\s+(?!\S)|\s+"],
+    "jais-2": [_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s{512}(?!\S)"
+               r"|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"],
+    "bloom": [r" ?[^(\s|.,!?…。，、।۔،)]+"],
+    "bailingmoe2": [r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+                    r"|\s*[\r\n]|\s+(?!\S)|\s+"],
+    "tiny_aya": [r"\d{1,3}(?=(?:\d{3})*\b)",
+                 rf"{_cased('')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "minicpm5": [r"\p{N}{1,3}", rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+|{_REST}"],
+    "youtu": ["[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+              rf"{_cased('')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
+}
+"""Expressions of the models' own tokenizers, as they publish them."""
+
+ODD = ["东京Tokyo2024年は第123456回。한국어 띄어쓰기 ㅋㅋㅋ، مرحبا بالعالم", "I'VE we'll HeLLo wORLD don'T x'Re",
+       "1234567890 12 1234 ٣٤٥٦٧", "a\n\n\r\n b \t c   \n   d", " " * 700 + "x" + " " * 13,
+       "नमस्ते दुनिया। ñandú e\u0301te\u0301 ﬁn",
+       "(a|b) f(x)... what?! :// /\n//\n", "", "日本語のテキストとカタカナ、ひらがな。", "ⅣⅤ½ x² 10⁶", "<sentinel:12>"]
+
+
+def pieces(text: str, expressions: list[str]) -> list[str]:
+    """A text cut by one expression after another, by Python's regex package."""
+    found = [text]
+    for one in expressions:
+        cut = []
+        for piece in found:
+            at = 0
+            for match in regex.compile(one, regex.V1).finditer(piece):
+                cut += [piece[at:match.start()], match[0]]
+                at = match.end()
+            cut.append(piece[at:])
+        found = [piece for piece in cut if piece]
+    return found
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_texts_are_cut_as_models_cut_them(pre: str, tmp_path: Path) -> None:
+    folder = need(DATA / "tokenizers" / "gguf")
+    given = gguf.read(folder / "ggml-vocab-gpt-2.gguf").metadata
+    tokenizer = written(tmp_path, {**given, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False})
+    (tmp_path / "whole").mkdir()
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary["pre_tokenizer"]["pretokenizers"] = vocabulary["pre_tokenizer"]["pretokenizers"][-1:]
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / "whole" / name).write_bytes((tmp_path / name).read_bytes())
+    (tmp_path / "whole" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    whole = Tokenizer.load(tmp_path / "whole")
+    texts = [text for text, _ in vectors(folder, "gpt-2")] + ODD
+    texts += [next((DATA / "text").rglob("*.txt")).read_text(encoding="utf-8", errors="replace")[:20000]]
+    for text in texts:
+        expected = [token for piece in pieces(text, PUBLISHED[pre]) for token in whole.encode(piece, add_special_tokens=False)]
+        assert tokenizer.encode(text, add_special_tokens=False) == expected, text[:80]
+
+
+def test_digits_in_threes_from_the_right(tmp_path: Path) -> None:
+    """Trinity's (afmoe): groups of three digits that end where the number does."""
+    given = gguf.read(need(DATA / "tokenizers" / "gguf") / "ggml-vocab-gpt-2.gguf").metadata
+    tokenizer = written(tmp_path, {**given, "tokenizer.ggml.pre": "afmoe", "tokenizer.ggml.add_bos_token": False})
+    numbers = ("1", "12", "123", "234", "345", "567", "890")
+    plain = {number: tokenizer.encode(number, add_special_tokens=False) for number in numbers}
+    for text, parts in (("1234", ("1", "234")), ("12345", ("12", "345")), ("1234567890", ("1", "234", "567", "890")),
+                        ("123", ("123",))):
+        assert tokenizer.encode(text, add_special_tokens=False) == [token for part in parts for token in plain[part]]
