@@ -18,6 +18,7 @@ from penstock.models.registry import checkpoint_of
 from penstock.models.translated import Translated
 from penstock.quant.dialects.at_load import SCHEMES
 from penstock.quant.microscaling import MXFP4
+from tests.models.families import CASES, make
 from tests.models.harness import CPU, Runner, reference
 from tests.models.test_dialects import LLAMA, NAMES, greedy
 
@@ -137,3 +138,17 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
         save_file(tensors, folder / "model.safetensors")
         answers.append(greedy(folder, [5, 9, 2, 80], 16))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("case", "kept"), [
+    ("granite-moe-odd", "blocks.0.mlp.router"), ("internlm2-plain", "head"), ("chatglm-plain", "head"),
+    ("hunyuan-moe-odd", "blocks.0.mlp.router"), ("hunyuan3-odd", "blocks.1.mlp.router")])
+def test_heads_and_routers_stay_plain_by_any_name(case: str, kept: str, tmp_path: Path) -> None:
+    """Routers called router.layer or gate.wg, heads called output or output_layer."""
+    make(next(one for one in CASES if one.name == case), tmp_path)
+    config = configured(tmp_path, "int8_weights")
+    decoder = load(tmp_path, config, dtype=torch.float32, device=CPU, kernels=reference(), max_model_len=256)
+    schemes = {one.stem: one.scheme.name for one in decoder.spec.parameters() if one.scheme is not None}
+    assert schemes[kept] == "plain"
+    assert "int8" in schemes.values()
+    assert Runner(decoder).prompt(0, list(range(3, 20))).isfinite().all()

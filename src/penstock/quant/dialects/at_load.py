@@ -28,6 +28,8 @@ def _grouped(bits: int, zeros: str = "") -> Callable[[int], Scheme | None]:
     return _blocks(*(Grouped(bits, group, zeros) for group in (128, 64, 32)))
 
 
+_ENDS = re.compile(r"(output|.*\boutput_layer|.*\brouter\.layer|.*\bgate\.wg)")
+"""Heads and routers by names that only some families have. Other programs quantize a few of these."""
 _SMALLER = {"q4_k": "q5_0", "q6_k": "q8_0"}
 """llama.cpp's own choice for rows that superblocks of 256 do not fill."""
 SCHEMES: dict[str, Callable[[int], Scheme | None]] = {
@@ -72,7 +74,7 @@ class AtLoad(Reader):
         self._layers = int(config["layers"])
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        usual = PLAIN if outside_linears(module) else self._scheme
+        usual = PLAIN if outside_linears(module) or _ENDS.fullmatch(module) else self._scheme
         name = next((name for pattern, name in self._rules.items() if self._fits(module, pattern)), usual)
         scheme = None if name == PLAIN else SCHEMES[name](k)
         if scheme is None:
