@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock import LLM, SamplingParams
 from penstock.config.resolve import cache_asked
 from penstock.config.schema import EngineOptions
 from penstock.core.errors import ConfigError, ModelError
@@ -18,6 +20,7 @@ from penstock.models import configured as config_of, describe
 from penstock.ops.codec import CODECS
 from penstock.worker.arena import Arena
 from tests.models.fakes import configured
+from tests.models.families import CASES, make
 
 ASSETS = Path(__file__).parent.parent / "assets"
 FAMILY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "head_dim": 32}
@@ -117,3 +120,25 @@ def test_what_a_model_cannot_have(tmp_path: Path) -> None:
         codecs(broken, kv_cache_dtype="fp8", load_format="auto")
     with pytest.raises(ConfigError, match="other states than keys and values"):
         codecs(ASSETS / "canary-mla", kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("case", ["qwen3next-odd", "qwen3.5-odd"])
+def test_delta_nets_beside_a_codec(case: str, tmp_path: Path) -> None:
+    """Layers of attention have the codec, that of the checkpoint too; the states of the others stay as they are."""
+    make(next(one for one in CASES if one.name == case), tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    prompt = list(range(3, 60))
+
+    def answers(**options: Any) -> list[int]:
+        with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=96, device="cpu", dtype="float32", **options) as llm:
+            asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            [output] = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    assert answers(kv_cache_dtype="fp8") == answers(kv_cache_dtype="fp8", max_num_batched_tokens=16, max_num_seqs=4)
+    assert answers(kv_cache_dtype="int8") == answers()
+    with pytest.raises(ConfigError, match="'aged'"):
+        answers(kv_cache_dtype="aged", cache_host_bytes=1 << 24)
+    given["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert answers() == answers(kv_cache_dtype="fp8")

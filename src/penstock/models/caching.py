@@ -126,7 +126,9 @@ def applied(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
         return spec
     name, scales = asked["codec"], asked["scales"]
     plain = _plain_layers(asked["plain"], spec)
-    others = [mixer for block in spec.blocks for mixer in block.mixers if not isinstance(mixer, AttentionSpec)]
+    # A delta net's state stays as it is. Tiers would keep it beside aged pages, which nobody has tried.
+    kept = (AttentionSpec,) if name == AGED else (AttentionSpec, DeltaSpec)
+    others = [mixer for block in spec.blocks for mixer in block.mixers if not isinstance(mixer, kept)]
     if not spec.attentions or any(mixer.states("float32") for mixer in others):
         raise ConfigError(f"kv_cache_dtype is {name!r}, but layers of this model keep other states than keys and values "
                           "(latents, or what transformers' modules run); use auto or the model's dtype")
