@@ -152,3 +152,15 @@ def test_heads_and_routers_stay_plain_by_any_name(case: str, kept: str, tmp_path
     assert schemes[kept] == "plain"
     assert "int8" in schemes.values()
     assert Runner(decoder).prompt(0, list(range(3, 20))).isfinite().all()
+
+
+@pytest.mark.parametrize("case", ["falcon-multi-query", "gpt2-plain", "neox-parallel", "bigcode-one-kv"])
+def test_joined_matrices_that_blocks_do_not_fit(case: str, tmp_path: Path) -> None:
+    """Blocks of 128 rows would reach over the borders of queries, keys and values in one tensor: it stays plain."""
+    make(next(one for one in CASES if one.name == case), tmp_path)
+    spec = describe(configured(tmp_path, "fp8_block"))
+    schemes = {one.stem: one.scheme.name for one in spec.parameters() if one.scheme is not None}
+    assert schemes["blocks.0.attention.qkv"] == "plain" and schemes["blocks.0.mlp.down"] == "fp8_block"
+    decoder = load(tmp_path, configured(tmp_path, "fp8_block"), dtype=torch.float32, device=CPU, kernels=reference(),
+                   max_model_len=128)
+    assert Runner(decoder, length=128).prompt(0, list(range(3, 20))).isfinite().all()

@@ -106,11 +106,18 @@ def _rows(one: Parameter | Piece) -> int:
     return one.rows if isinstance(one, Piece) else one.shape[0]
 
 
+def _form(reader: Reader, module: str, one: Parameter | Piece, k: int) -> Form | None:
+    """The reader's, but a plain matrix that joins several, whose borders blocks would reach over, stays plain."""
+    found = reader.form(module, _rows(one), k)
+    joined = one.pieces if isinstance(one, Parameter) and found is not None and found.plain else ()
+    return None if found is not None and any(piece.rows % found.scheme.grain[0] for piece in joined) else found
+
+
 def with_schemes(spec: ModelSpec, rules: Sequence[Rule], reader: Reader) -> ModelSpec:
     """The model with its matrices stored as the reader says. One pattern stands for all layers that agree."""
     found: dict[str, dict[str, Scheme | None]] = {}
     for module, one, k in _modules(dataclasses.replace(spec, schemes=()), rules):
-        form = reader.form(module, _rows(one), k)
+        form = _form(reader, module, one, k)
         stem = one.name.removesuffix(".weight")
         general = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", stem)
         found.setdefault(general, {})[stem] = form.scheme if form is not None else None
@@ -165,12 +172,12 @@ class Translated(Checkpoint):
 
     def _sorted(self, rules: Sequence[Rule], reader: Reader) -> tuple[dict[str, _Module], dict[str, Stored]]:
         """(modules that a form describes, all other tensors)."""
-        shapes = {}
+        shapes: dict[str, tuple[Parameter | Piece, int]] = {}
         for parameter in dataclasses.replace(self._spec, schemes=()).parameters():
             if parameter.scheme is not None:
                 ones: list[Parameter | Piece] = [parameter, *parameter.pieces]
                 for one in ones:
-                    shapes[one.name] = _rows(one), parameter.shape[1]
+                    shapes[one.name] = one, parameter.shape[1]
         modules: dict[str, _Module] = {}
         others: dict[str, Stored] = {}
         forms: dict[str, tuple[Form, Change | None, int, int] | None] = {}
@@ -250,7 +257,7 @@ class Translated(Checkpoint):
 
 
 def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
-             shapes: dict[str, tuple[int, int]]) -> tuple[Form, Change | None, int, int] | None:
+             shapes: dict[str, tuple[Parameter | Piece, int]]) -> tuple[Form, Change | None, int, int] | None:
     # A checkpoint of a bare backbone leaves out the prefix. Readers know a language model beside towers by its names alone.
     for name in (f"{module}.weight", module, f"model.{module}.weight"):
         for rule in rules:
@@ -258,9 +265,10 @@ def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
             if target is not None:
                 if target not in shapes:
                     return None
-                form = reader.form(module.replace("language_model.", ""), *shapes[target])
+                one, k = shapes[target]
+                form = _form(reader, module.replace("language_model.", ""), one, k)
                 change = None if reader.arranged else rule.change
-                return None if form is None else (form, change, *shapes[target])
+                return None if form is None else (form, change, _rows(one), k)
     return None
 
 
