@@ -159,8 +159,29 @@ def test_product_of_rounded_activations(scheme: Any, dtype: torch.dtype) -> None
         assert off.float().mean() < (5e-2 if DEVICE.type == "cpu" and codes.dtype == FP8_TYPE else 2e-3)
         exact = (codes.double() * each.double()) @ matrix.double().T
         found = launch(cut._replace(deep=1), codes, scales, weight, None, torch.float32)
-        close(found, exact, 2 * k ** 0.5 * 100, factor=4)
-        close(found[:2], exact[:2], 2 * k ** 0.5, factor=4)
+        # Tensor cores add products of FP8 codes with 13 bits behind the point, whatever is added to.
+        factor = 64 if DEVICE.type != "cpu" and codes.dtype == FP8_TYPE else 4
+        close(found, exact, 2 * k ** 0.5 * 100, factor=factor)
+        close(found[:2], exact[:2], 2 * k ** 0.5, factor=factor)
+
+
+def test_the_library_takes_rows_of_blocks_by_multiples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS refuses 65 rows; a stand-in does, too, and multiplies what it is given in float64."""
+    scheme = FP8("group", (128, 128))
+    weight, matrix, _ = packed(scheme, 128, 256, torch.bfloat16)
+
+    def multiplied(x: torch.Tensor, codes: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype,
+                   use_fast_accum: bool) -> torch.Tensor:
+        assert len(x) % 16 == 0 and left.shape == (len(x), 2) and right.shape == (2, 1) and not use_fast_accum
+        each, whole = (part.double().repeat_interleave(128, side) for side, part in ((1, left), (0, right)))
+        return ((x.double() * each) @ (codes.double() * whole)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
+    for rows in (65, 80):
+        codes, scales = quantized(random(rows, 256, seed=1).bfloat16().to(DEVICE), weight)
+        found = coded_triton._library(codes, scales, weight, None, torch.bfloat16, None)
+        exact = (codes.double() * scales.T.double().repeat_interleave(128, 1)) @ matrix.double().T
+        assert found.shape == (rows, 128) and ((found.double() - exact).norm() / exact.norm()).item() < 6e-3
 
 
 @pytest.mark.parametrize("scheme", [Grouped(4, 128), FP8("token"), FP8("group", (128, 128)), NVFP4()], ids=name)

@@ -20,6 +20,8 @@ kernels, plain = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernels")
 
 MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
+ROWS = 16
+"""cuBLAS's product with factors of blocks takes rows by multiples: of 65 it said that they are not supported."""
 NARROW = MANY._replace(tall=64)
 """The same for codes of 4 bits, whose conversion wants more programs."""
 
@@ -232,8 +234,12 @@ def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias
         out = _scaled(x, weight, _one(x.device), _one(x.device), torch.bfloat16 if gate else torch.float32)
         return rows_triton.scaled(out, xs[0], _gains(weight), dtype, gate, weight.reader)
     else:
+        rows = len(x)
+        if weight.blocks is not None and rows % ROWS:
+            x, xs = F.pad(x.view(torch.uint8), (0, 0, 0, -rows % ROWS)).view(x.dtype), F.pad(xs, (0, -rows % ROWS))
         # Its scales of units and blocks come with their longer axis last: [rows, units] and [units, blocks], both transposed.
-        out = _scaled(x, weight, xs.t(), _gains(weight)[None] if weight.blocks is None else weight.blocks.t(), torch.bfloat16)
+        right = _gains(weight)[None] if weight.blocks is None else weight.blocks.t()
+        out = _scaled(x, weight, xs.t(), right, torch.bfloat16)[:rows]
         out = out if bias is None else out + bias
     return out.to(dtype) if gate is None else rows_triton.gated(out.to(dtype), gate, weight.reader)
 
