@@ -1,6 +1,6 @@
 """A gated short convolution (LFM2) in place of attention: each channel sees its own last few positions. Description and layer.
 
-What it sees is cached for each position and kept as a sliding window's keys are. So contexts can be continued, shared and
+Its inputs are cached for each position and kept as a sliding window's keys are. So contexts can be continued, shared and
 rolled back at any position, which a snapshot a page could not."""
 
 from collections.abc import Iterator, Sequence
