@@ -71,8 +71,7 @@ class CostAware(Policy):
 
     def kind(self, node: Node) -> int:
         nbytes = sum(weight for weight, ids in zip(self._weights, node.pages, strict=True) if ids[-1] >= 0)
-        share = 8 * nbytes // sum(self._weights)
-        return (node.end.bit_length() * 9 + share) * self._KINDS + min(node.uses, self._KINDS - 1)
+        return (node.end.bit_length() * 9 + 8 * nbytes // sum(self._weights)) * self._KINDS + min(node.uses, self._KINDS - 1)
 
     def worth(self, kind: int, age: int) -> float:
         rest, uses = divmod(kind, self._KINDS)
@@ -135,8 +134,7 @@ class Adaptive(Policy):
 
     def _watched(self, node: Node, first: int) -> range:
         """The sampled blocks of a node from `first` on: every fourth block, counted from the root."""
-        at = node.start // self._page
-        return range(first + (-(at + first)) % self._WATCHED, node.blocks, self._WATCHED)
+        return range(first + (-(node.start // self._page + first)) % self._WATCHED, node.blocks, self._WATCHED)
 
     def _fingerprint(self, node: Node, block: int) -> int:
         width = self._page * TOKEN

@@ -32,8 +32,7 @@ class Indexer:
         one_more = self.simple and upto == state.indexed + page
         if one_more and node is not None and self.index.grows(node, sequence, state.indexed):
             # Fast path: one more page, full attention alone, and a leaf that only this sequence extends.
-            fresh = sequence.pages[0].ids[state.indexed // page]
-            self.index.append(node, words(sequence, state.indexed, upto), fresh)
+            self.index.append(node, words(sequence, state.indexed, upto), sequence.pages[0].ids[state.indexed // page])
             state.indexed = upto
             self.evictor.enforce_quota(node.label.account)
             return
@@ -74,8 +73,7 @@ class Indexer:
             ids = [-1 if page >= 0 and self.pools.shared(g, page) else page for page in ids]
         if self.keeps[g].exact:
             # Only a chunk that ended at the page boundary has left a snapshot of that boundary.
-            sealed = ids[-1] if sequence.computed % self.page == 0 else -1
-            ids = [-1] * (len(ids) - 1) + [sealed]
+            ids = [-1] * (len(ids) - 1) + [ids[-1] if sequence.computed % self.page == 0 else -1]
         return ids
 
     def _adopt(self, g: int, sequence: Sequence, first: int, ids: list[int]) -> None:

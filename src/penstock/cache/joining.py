@@ -63,8 +63,7 @@ class Joining:
         for leader, (theirs, goal) in self._leaders.get(self._begin(sequence, packed), {}).items():
             # A leader whose next page differs shares no page beyond those that are cached.
             if theirs[have * TOKEN:have * TOKEN + width] == following:
-                shared = common(packed, 0, theirs) // width * self.page
-                upto = min(shared, limit, goal)
+                upto = min(common(packed, 0, theirs) // width * self.page, limit, goal)
                 if upto > max(have, leader.computed, best[1] if best else 0):
                     best = leader, upto
         return best

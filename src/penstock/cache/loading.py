@@ -116,8 +116,7 @@ class Loading:
         for g, keep in enumerate(self.lookup.keeps):
             low = keep.needed(upto)[0]
             for i in range(low // self.lookup.page, -(-upto // self.lookup.page) if low < upto else 0):
-                here = i < len(device[g]) and device[g][i] >= 0
-                (held if here else wanted).append((g, i))
+                (held if i < len(device[g]) and device[g][i] >= 0 else wanted).append((g, i))
         return wanted, held
 
     def _start(self, sequence: Sequence, deepest: Node, data: bytearray, device: list[list[int]], wanted: list[tuple[int, int]],

@@ -286,8 +286,7 @@ class Cache:
 
     def enter(self, sequence: Sequence) -> None:
         """Called when a sequence gets a batch row: sends its block table to the worker, and lets others wait for its prefix."""
-        state = state_of(sequence)
-        if state.generation == self._generation:
+        if state_of(sequence).generation == self._generation:
             self.joining.lead(sequence, packed(sequence, len(sequence.tokens)))
         for g, run in enumerate(sequence.pages):
             for i in range(run.first, len(run.ids)):

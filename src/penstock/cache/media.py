@@ -74,8 +74,7 @@ def runs(words: npt.NDArray[np.int32]) -> list[MediumRun]:
     places = np.flatnonzero(words < 0)
     if len(places):
         # A run ends where the next media position is not adjacent or has a different word.
-        breaks = np.flatnonzero((np.diff(places) > 1) | (np.diff(words[places]) != 0)) + 1
-        for run in np.split(places, breaks):
+        for run in np.split(places, np.flatnonzero((np.diff(places) > 1) | (np.diff(words[places]) != 0)) + 1):
             digest, token = _WORDS.meaning(int(words[run[0]])) or (_UNKNOWN + words[run[0]].tobytes(), 0)
             found.append(MediumRun(int(run[0]), len(run), digest, token))
     return found

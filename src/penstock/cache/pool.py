@@ -76,8 +76,7 @@ class Pools:
             self.slabs_live += not live[slab]
             live[slab] += len(some)
             taken += some
-        held = [(holders, self._held_view[group]), *([(live, self._live_view)] if per_slab == 1 else [])]
-        for counts, view in held:
+        for counts, view in [(holders, self._held_view[group]), *([(live, self._live_view)] if per_slab == 1 else [])]:
             if count > _MANY:
                 view[taken] = 1
                 continue
@@ -112,8 +111,7 @@ class Pools:
         np.add.at(self._live_view, slabs, change)
         touched, counts = np.unique(slabs, return_counts=True)
         # Slabs in which no other page is held: they become live, or stop being live.
-        alone = self._live_view[touched] == (counts if change > 0 else 0)
-        self.slabs_live += change * int(np.count_nonzero(alone))
+        self.slabs_live += change * int(np.count_nonzero(self._live_view[touched] == (counts if change > 0 else 0)))
 
     def shared(self, group: int, page: int) -> bool:
         """True if a held page must not be written in place, because it has other holders or the index keeps it."""

@@ -365,8 +365,7 @@ class Prefix:
             return self.key(node.parent, node.parent.blocks - 1) if node.parent is not None else self.root_key(node)
         if len(node.keys) <= block:
             parent = node.keys[-1] if node.keys else self.key(node, -1)
-            tokens = node.tokens[len(node.keys) * self.width:(block + 1) * self.width]
-            node.keys += keys.links(parent, tokens, self.page)
+            node.keys += keys.links(parent, node.tokens[len(node.keys) * self.width:(block + 1) * self.width], self.page)
         return node.keys[block]
 
     def root_key(self, root: Node) -> keys.Key:

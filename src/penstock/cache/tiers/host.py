@@ -57,8 +57,7 @@ class HostSlots:
         slots: dict[PageName, int] = {}
         for group, mine in wanted.items():
             self._make_room(group, len(mine))
-            count = min(len(mine), self._pools.available(group))
-            slots.update(zip(mine, self._pools.take(group, count), strict=False))
+            slots.update(zip(mine, self._pools.take(group, min(len(mine), self._pools.available(group))), strict=False))
         # The end of the context becomes the least recent page: the rest is usable without it.
         for name in reversed(names):
             if name in slots:
