@@ -95,8 +95,7 @@ def _retrieve(rng: Random, tokens: int, skill: str) -> Item:
         key = rng.choice(list(entries))
         value = entries[key]
         question = rng.choice((f"What is the value of {key}?", f"Which value has {key}?", f"Look up {key}."))
-    whole = f"{text}\n\n{question}" if rng.random() < 0.7 else f"{question}\n\n{text}"
-    return _ask(whole, value, skill, f"{key}={value}")
+    return _ask(f"{text}\n\n{question}" if rng.random() < 0.7 else f"{question}\n\n{text}", value, skill, f"{key}={value}")
 
 
 def retrieve(rng: Random, span: float) -> Item:
