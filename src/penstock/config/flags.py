@@ -24,8 +24,7 @@ def integer(text: str) -> int:
     match = re.fullmatch(r"([+-]?[0-9]+)(\.[0-9]+)?([kmgtKMGT]?)", text.replace("_", ""))
     if match is None or (match[2] and not match[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer; possible are 4096, 4k (4,000) and 4K (4,096)")
-    value = float(match[1] + match[2]) if match[2] else int(match[1])
-    scaled = value * _UNITS.get(match[3], 1)
+    scaled = (float(match[1] + match[2]) if match[2] else int(match[1])) * _UNITS.get(match[3], 1)
     if scaled != int(scaled):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(scaled)

@@ -94,8 +94,7 @@ LORA_RANK = 16
 
 def graph_tokens(parameters: int) -> int:
     """Tokens from which on a step keeps the GPU busy for longer than a host needs to enqueue it operation by operation."""
-    enough = int(_GRAPH_FLOPS / (2 * max(1, parameters)))
-    return max(256, min(8192, 1 << (enough - 1).bit_length()))
+    return max(256, min(8192, 1 << (int(_GRAPH_FLOPS / (2 * max(1, parameters))) - 1).bit_length()))
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,7 @@ def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSp
             f"{layout.nbytes / _GIB:.3f} GiB are available{busy}; the longest that fits is {longest} tokens"
             + (f" (--max-model-len {longest})" if longest >= 2 else ": use a smaller model or dtype, or free memory"))
     length = min(config.max_model_len, longest)
-    alone = max(1, layout.slabs_for(length, config.max_num_batched_tokens))
-    tokens = layout.slabs * length // alone
+    tokens = layout.slabs * length // max(1, layout.slabs_for(length, config.max_num_batched_tokens))
     return MemoryPlan(weight_bytes, step_bytes, layout, layout_behind(layout, states), tokens, length, graph_bytes)
 
 

@@ -316,8 +316,7 @@ def engine_options(model: str | EngineOptions, given: Mapping[str, Any]) -> Engi
         elif value not in ACCEPTED[name]:
             possible = ", ".join(map(repr, ACCEPTED[name]))
             raise ConfigError(f"{name}={value!r} is not supported; possible is {possible}")
-    base = model if isinstance(model, EngineOptions) else EngineOptions(model=model)
-    return checked(dataclasses.replace(base, **wanted))
+    return checked(dataclasses.replace(model if isinstance(model, EngineOptions) else EngineOptions(model=model), **wanted))
 
 
 def checked(options: Options) -> Options:
