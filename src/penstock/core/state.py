@@ -193,8 +193,7 @@ class CacheLayout:
             return min(-(-length // self.page), 3 if isinstance(group.keep, Snapshot) and group.keep.back else 2)
         most = min(length, group.keep.widest(length) + chunk)
         # A stretch that starts inside a page touches one page more.
-        spill = 0 if most == length else 1
-        return min(-(-length // self.page), -(-most // self.page) + spill)
+        return min(-(-length // self.page), -(-most // self.page) + (0 if most == length else 1))
 
     def slabs_for(self, length: int, chunk: int) -> int:
         """Slabs that a sequence of `length` positions needs if it is alone."""

@@ -207,8 +207,7 @@ class StepTime:
         small = _SMALL * np.array([*_LAST, *(1.0 for _ in KNOTS)])
         used = [i for i in range(len(TERMS)) if matrix[i, i] > 0]
         while used:
-            part = np.ix_(used, used)
-            scaled = matrix[part] / np.outer(scale[used], scale[used]) + np.diag(small[used])
+            scaled = matrix[np.ix_(used, used)] / np.outer(scale[used], scale[used]) + np.diag(small[used])
             found = np.linalg.solve(scaled, vector[used] / scale[used]) / scale[used]
             if (found >= 0).all():
                 weights = [0.0] * len(TERMS)
