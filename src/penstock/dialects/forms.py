@@ -147,8 +147,7 @@ def _named(form: Named, reader: Reader, sink: "Parser", tools: Tools, ends: tupl
         yield from reader.space()
     if form.before:
         yield from reader.take(form.before)
-    stops = (*form.between, *((form.id_between,) if form.id_between else ()), "{", *ends)
-    name, stop = yield from reader.until(stops)
+    name, stop = yield from reader.until((*form.between, *((form.id_between,) if form.id_between else ()), "{", *ends))
     call_id = ""
     if stop and stop == form.id_between:
         call_id, stop = yield from reader.until((*form.between, "{", *ends))

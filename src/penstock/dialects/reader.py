@@ -58,8 +58,7 @@ class Reader:
         while True:
             rest = self.text[self.at:]
             found = max((option for option in options if option and rest.startswith(option)), key=len, default=None)
-            longer = any(len(option) > len(found or "") and option.startswith(rest) for option in options)
-            if self.ended or not longer:
+            if self.ended or not any(len(option) > len(found or "") and option.startswith(rest) for option in options):
                 return found
             yield
 

@@ -169,8 +169,7 @@ def _joined(needed: list[Node], free: list[Node], joiner: str) -> Node:
     """Returns the required parts, then any of the optional ones, in order, with a joiner between adjacent parts."""
     if not needed and joiner:
         # Each optional part may be the first.
-        starts = [_joined([part], free[place + 1:], joiner) for place, part in enumerate(free)]
-        return Either((Literal(""), *starts))
+        return Either((Literal(""), *[_joined([part], free[place + 1:], joiner) for place, part in enumerate(free)]))
     found: list[Node] = []
     for place, part in enumerate(needed):
         found += [Literal(joiner), part] if place and joiner else [part]
