@@ -245,8 +245,7 @@ class AsyncLLM:
                                code="duplicate_request_id")
         self._given[given] = name
         try:
-            size = len(prompt) if isinstance(prompt, str) else 0
-            request = await self.work.run(size, lambda: self.inputs.request(
+            request = await self.work.run(len(prompt) if isinstance(prompt, str) else 0, lambda: self.inputs.request(
                 name, prompt, sampling_params, priority=priority, salt=cache_salt or "", retain=retention))
             if service_tier is not None:
                 request.tier = service.named(service_tier, self.inputs.info.classes)

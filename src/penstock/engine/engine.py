@@ -114,8 +114,7 @@ class Engine:
         prepared = self.rank.prepare(plan.layout, plan.max_model_len, self.tiers.behind)
         self.events = open_events(options.kv_events_config, options.enable_prefix_caching, plan.layout, self.tiers.hierarchy)
         # Where tokens see those behind them, a beginning is not the same in another prompt.
-        sharing = options.enable_prefix_caching and not survey.whole
-        cache = Cache(plan.layout, policy=options.cache_policy, sharing=sharing,
+        cache = Cache(plan.layout, policy=options.cache_policy, sharing=options.enable_prefix_caching and not survey.whole,
                       model=self._naming.start(loaded.computation), quota=options.cache_tenant_share,
                       tiers=self.tiers.hierarchy, sink=self.events.sink if self.events is not None else None)
         longest = min(plan.max_model_len, config.max_num_batched_tokens + 1) if survey.whole else plan.max_model_len

@@ -144,8 +144,7 @@ class LLM:
         `chat_template` is a template's text or the name of one of the model's; `cache_salt`, `retention` and `lora_request`
         are `generate`'s, the other keywords `ChatTemplate.render`'s. Parts marked with cache_control stay cached
         (docs/cache.md). Each output has a `message`: its text read as content, reasoning and tool calls (docs/tools.md)."""
-        one = not messages or isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if one else messages
+        conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = []
         for place, conversation in enumerate(conversations):
             with _naming(place, len(conversations), "conversation"):
@@ -364,8 +363,7 @@ class _Meter:
         now = time.perf_counter()
         if now - self._shown > 0.2 or self._bar.n == self._bar.total:
             self._shown, seconds = now, now - self._start
-            rates = f"in {self._read / seconds:.0f}, out {self._written / seconds:.0f} tokens/s"
-            self._bar.set_postfix_str(rates)
+            self._bar.set_postfix_str(f"in {self._read / seconds:.0f}, out {self._written / seconds:.0f} tokens/s")
 
 
 @contextmanager

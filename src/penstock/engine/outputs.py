@@ -67,8 +67,7 @@ class Outputs:
             return _Open(None, None)
         # The output continues the prompt's text.
         detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens, request.prompt_ids, request.shown)
-        stops = StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None
-        return _Open(detokenizer, stops)
+        return _Open(detokenizer, StopStrings(params.stops, params.include_stop_str_in_output) if params.stop else None)
 
     def forget(self, request_id: str) -> None:
         """Ignores further updates of this request. Unknown ids are ignored."""
@@ -131,8 +130,7 @@ def _until_stop(live: _Live, sequence: _Open, shown: list[int], delta: Delta) ->
     text = ""
     for place, token in enumerate(shown, 1):
         # As in vLLM, a stop string that is complete before min_tokens does not count.
-        armed = sequence.count + place > live.min_tokens
-        safe, stop = sequence.stops.push(sequence.detokenizer.push((token,)), armed)
+        safe, stop = sequence.stops.push(sequence.detokenizer.push((token,)), sequence.count + place > live.min_tokens)
         text += safe
         if stop is not None:
             _stop(live, sequence, delta, text, stop, place)

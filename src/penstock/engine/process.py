@@ -441,8 +441,7 @@ class EngineProcess:
             self.on_death(reason)
             return
         # The caller may not have started to wait for the second future yet.
-        waited_for = self._ready if self._found.done() else self._found
-        waited_for.set_exception(failed.error())
+        (self._ready if self._found.done() else self._found).set_exception(failed.error())
 
     def _close(self) -> None:
         if self._inbox.closed:

@@ -136,8 +136,7 @@ class _Child:
         try:
             self._write(self._pending + _framed(job))
             self._pending = b""
-            size = _LENGTH.unpack(self._read(_LENGTH.size))[0]
-            reply: Reply = self._decode(self._read(size))
+            reply: Reply = self._decode(self._read(_LENGTH.unpack(self._read(_LENGTH.size))[0]))
             return reply
         except (TimeoutError, EOFError, BrokenPipeError):
             self.kill()

@@ -279,8 +279,7 @@ class Replicas:
         for one in gone:
             self._stats[one] = EngineStats()
         if again:
-            task = asyncio.get_running_loop().create_task(self._start_again(gone))
-            self._again.update(dict.fromkeys(gone, task))
+            self._again.update(dict.fromkeys(gone, asyncio.get_running_loop().create_task(self._start_again(gone))))
         for name in lost:
             self.balancer.forget(name)
         self._on_outputs(EngineOutputs([Delta(name, 0, [], "error", error=f"its replica is gone: {reason}", status=503)
@@ -344,8 +343,7 @@ def _added(values: list[Any]) -> Any:
         return {key: _added([one[key] for one in values if key in one]) for key in keys}
     if not isinstance(values[0], list):
         return sum(values)
-    longest = max(map(len, values))
-    return [_added([value[i] for value in values if i < len(value)]) for i in range(longest)]
+    return [_added([value[i] for value in values if i < len(value)]) for i in range(max(map(len, values)))]
 
 
 def together(stats: Sequence[EngineStats]) -> EngineStats:
@@ -353,10 +351,9 @@ def together(stats: Sequence[EngineStats]) -> EngineStats:
     tiers: dict[str, list[TierStats]] = {}
     for tier in (tier for one in stats for tier in one.tiers):
         tiers.setdefault(tier.name, []).append(tier)
-    pages = max(1, sum(one.pages_total for one in stats))
     return _summed(
         stats, time=max(one.time for one in stats), step_time=stats[0].step_time,
         step_time_error=max(one.step_time_error for one in stats),
-        kv_usage=sum(one.kv_usage * one.pages_total for one in stats) / pages,
+        kv_usage=sum(one.kv_usage * one.pages_total for one in stats) / max(1, sum(one.pages_total for one in stats)),
         cache_identity=next((one.cache_identity for one in stats if one.cache_identity), ""),
         tiers=[_summed(same, name=name, available=min(one.available for one in same)) for name, same in tiers.items()])

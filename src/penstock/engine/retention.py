@@ -103,8 +103,7 @@ def spans_of(prompt: Marked, ids: Sequence[int], tokenizer: Tokenizer, add_speci
     """Converts a text's marks to spans of its tokens. A token that extends over a mark is excluded from the span."""
     spans = []
     for mark in prompt.marks:
-        before = tokenizer.encode(prompt.text[:mark.at], add_special_tokens)
-        same = _agreement(before, ids)
+        same = _agreement(tokenizer.encode(prompt.text[:mark.at], add_special_tokens), ids)
         if same:
             spans.append(Span(same, mark.priority, mark.seconds))
     return spans

@@ -108,10 +108,9 @@ def pages(cache: Cache, sequences: list[Sequence]) -> dict[str, Any]:
     each = -(-layout.slabs // CELLS)
     padded = np.zeros(-(-layout.slabs // each) * each, np.uint8)
     padded[:layout.slabs] = found
-    cells = padded.reshape(-1, each).max(1)
     return {"slabs": layout.slabs, "slabs_a_cell": each, "slab_bytes": layout.slab_bytes, "page_tokens": layout.page,
             "groups": [int(np.count_nonzero(groups == g + 1)) for g in range(len(layout.groups))],
-            "cells": base64.b64encode(cells.tobytes()).decode()}
+            "cells": base64.b64encode(padded.reshape(-1, each).max(1).tobytes()).decode()}
 
 
 def tree(cache: Cache) -> list[dict[str, Any]]:
