@@ -131,8 +131,7 @@ class Masker:
             self._think(state, segment, since, bits[first:], behind)
             if state.matcher is not None and not state.forced:
                 # An answer that ends while the model thinks would not satisfy the constraint.
-                thought = len(segment.drafts) + 1 if behind is None else behind
-                _exclude(bits[first:first + thought], state.stops)
+                _exclude(bits[first:first + (len(segment.drafts) + 1 if behind is None else behind)], state.stops)
         else:
             sure = len(state.forced)
             behind = sure if sure and segment.drafts[:sure] == state.forced else None
@@ -250,8 +249,7 @@ class Masker:
             for matcher, line in plain:
                 matcher.unsafe_compute_mask_ptr(pointer + line * width, width)
         if len(plain) < len(todo):
-            drafted = [one for one in todo if one[2]]
-            self._pool.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, lines)
+            self._pool.unsafe_compute_mask_ptr_with_draft_token([one for one in todo if one[2]], pointer, width, lines)
         for matcher, line, _ in todo:
             if matcher.is_error():
                 # The state is too complex for a mask: no token is allowed, and the request ends with an error.
@@ -318,15 +316,13 @@ def _end_of_thinking(state: GrammarState, segment: MaskedSegment, since: int) ->
     """Returns the number of the segment's drafts up to the end of thinking; None if they do not end it."""
     known, count = segment.sequence.tokens, len(state.end)
     tokens = [*known[len(known) - count + 1:], *segment.drafts]
-    first = since - len(known) + count
-    return next((drafts for drafts in range(max(1, first), len(segment.drafts) + 1)
+    return next((drafts for drafts in range(max(1, since - len(known) + count), len(segment.drafts) + 1)
                  if tokens[drafts - 1:drafts - 1 + count] == state.end), None)
 
 
 def _hold_back(segment: MaskedSegment, state: GrammarState, bits: Ints, first: int) -> None:
     """Enforces min_tokens: an answer that could end must continue if the grammar allows it."""
-    missing = state.least - len(segment.sequence.tokens)
-    for line in range(first, first + min(missing, 1 + len(segment.drafts))):
+    for line in range(first, first + min(state.least - len(segment.sequence.tokens), 1 + len(segment.drafts))):
         held = bits[line].copy()
         _exclude(held, state.stops)
         if held.any():

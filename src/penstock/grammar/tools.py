@@ -299,8 +299,7 @@ class _Writer:
     def _triggered(self, node: Triggered) -> str:
         if node.last:
             return self._ending(node)
-        tags = [self._rule(f"{self._upto(trigger)} {self.write(body)}") for trigger, body in node.tags]
-        calls = self._rule(" | ".join(tags))
+        calls = self._rule(" | ".join([self._rule(f"{self._upto(trigger)} {self.write(body)}") for trigger, body in node.tags]))
         tail = self._free_of(trigger for trigger, _ in node.tags if trigger not in self._special)
         return self._rule(f"{_times(calls, node.least, node.most)} {tail}")
 
