@@ -125,8 +125,7 @@ class Admission:
         queues = self._queues
         if queues.rows:
             return False
-        shares = Shares(queues, 1)
-        return not shares.above()
+        return not Shares(queues, 1).above()
 
     def _in_turn(self, blocked: list[Sequence], held: set[str]) -> Iterator[Sequence]:
         """Waiting sequences in order, but those whose request has its share of the rows after others that are as important, and
@@ -160,8 +159,7 @@ class Admission:
             if not queues.rows or most <= 0:
                 break
             # Preempted with a token still in flight: it re-enters only when all of its tokens are known.
-            lost = any(sequence in flying.lost for flying in queues.in_flight)
-            if lost or queues.cornered not in (None, sequence):
+            if any(sequence in flying.lost for flying in queues.in_flight) or queues.cornered not in (None, sequence):
                 continue
             waits = queues.cache.must_wait(sequence)
             if waits != (sequence.phase == _CACHE) and not sequence.timings.preemptions:

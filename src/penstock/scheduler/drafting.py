@@ -256,8 +256,7 @@ class Adaptive(DraftPolicy):
 
     def stepped(self, rows: int, tokens: int, kept: int, seconds: float, drafting: int) -> None:  # noqa: ARG002
         if self._verified:
-            weight = min(_WEIGHT, self._verified / _SAMPLES)
-            self._accepted += weight * (self._right / self._verified - self._accepted)
+            self._accepted += min(_WEIGHT, self._verified / _SAMPLES) * (self._right / self._verified - self._accepted)
             self._verified = self._right = 0
         same, self._last, one = drafting == self._last, drafting, self._sizes[_size(rows)]
         one.passed += seconds
@@ -267,8 +266,7 @@ class Adaptive(DraftPolicy):
         one.rows = rows
         one.newest[drafting].append(seconds)
         one.seconds[drafting] = sorted(one.newest[drafting])[(len(one.newest[drafting]) - 1) // 2]
-        share = kept / rows / self._expected(drafting)
-        one.share[drafting] += min(_WEIGHT, rows / _SAMPLES) * (share - one.share[drafting])
+        one.share[drafting] += min(_WEIGHT, rows / _SAMPLES) * (kept / rows / self._expected(drafting) - one.share[drafting])
 
 
 class Drafts:

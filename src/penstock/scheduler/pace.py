@@ -112,8 +112,7 @@ class Pace:
         first = [s for s in reading if not later(s)] if long else reading
         apart = bool(first) and promised is not None
         # Prompts of several requests that have waited long enough go on as each would alone.
-        parts = max(1, sum(s.stretched and due(s) for s in long))
-        part = self._calm(decode, long, parts, promised, apart) if long else 0
+        part = self._calm(decode, long, max(1, sum(s.stretched and due(s) for s in long)), promised, apart) if long else 0
         if not first or (apart and part):
             return decoding, part, later
         waited = sum(now - (s.timings.first_scheduled or s.request.arrival) for s in first)

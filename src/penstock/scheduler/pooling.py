@@ -24,8 +24,7 @@ def lines(result: StepResult) -> dict[int, Floats]:
     if result.hidden is not None:
         segments, firsts = np.unique(result.hidden.segments, return_index=True)
         order = np.argsort(firsts)
-        parts = np.split(result.hidden.values, firsts[order][1:])
-        found.update(zip(segments[order].tolist(), parts, strict=True))
+        found.update(zip(segments[order].tolist(), np.split(result.hidden.values, firsts[order][1:]), strict=True))
     return found
 
 

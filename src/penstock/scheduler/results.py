@@ -13,8 +13,7 @@ def tokens(result: StepResult) -> list[list[int]]:
     found, kept = result.tokens.tolist(), result.kept.tolist()
     if len(found) == len(kept) == kept.count(1):
         return [[token] for token in found]
-    ends = accumulate(kept)
-    return [found[end - count:end] for end, count in zip(ends, kept, strict=True)]
+    return [found[end - count:end] for end, count in zip(accumulate(kept), kept, strict=True)]
 
 
 def lines(given: Logprobs | None, sequences: list[Sequence], asked: str) -> dict[int, list[TokenLogprobs]]:
