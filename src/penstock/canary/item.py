@@ -49,7 +49,9 @@ class Item:
             return False
         said = _THOUGHT.sub("", text).strip()
         if self.grade == "call":
-            return _same_call(self.answer, calls or parse_calls(said))
+            made = [{"name": call.get("name"), "arguments": _values(given) if isinstance(given, str) else given}
+                    for call in calls or parse_calls(said) for given in (call.get("arguments"),)]
+            return made == parse_calls(self.answer)
         if self.grade == "json":
             return bool(_values(said) == _values(self.answer) is not None)
         if self.grade == "holds":
@@ -60,12 +62,6 @@ class Item:
 def parse_calls(text: str) -> list[dict[str, Any]]:
     """The tool calls written in a text as canary writes them; those that are not JSON objects are left out."""
     return [call for call in map(_values, _CALL.findall(text)) if isinstance(call, dict)]
-
-
-def _same_call(answer: str, calls: Sequence[Mapping[str, Any]]) -> bool:
-    made = [{"name": call.get("name"), "arguments": _values(said) if isinstance(said, str) else said}
-            for call in calls for said in (call.get("arguments"),)]
-    return made == parse_calls(answer)
 
 
 def _values(text: str) -> Any:
