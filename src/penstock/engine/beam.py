@@ -57,12 +57,11 @@ class BeamSearch:
         length = len(self.open[0].tokens) + 1
         blocked: frozenset[int] = self.stops if length <= self.params.min_tokens else frozenset()
         # Ties: the likelier beam first, then the lower token id.
-        best = heapq.nsmallest(
-            self.width + self.width * len(self.stops),
-            ((-(beam.logprob + logprob), i, token, logprob, rank)
-             for i, (beam, line) in enumerate(zip(self.open, lines, strict=True))
-             for token, logprob, rank in zip(line.ids[1:], line.logprobs[1:], line.ranks[1:], strict=True)
-             if token not in blocked))
+        best = heapq.nsmallest(self.width + self.width * len(self.stops), (
+            (-(beam.logprob + logprob), i, token, logprob, rank)
+            for i, (beam, line) in enumerate(zip(self.open, lines, strict=True))
+            for token, logprob, rank in zip(line.ids[1:], line.logprobs[1:], line.ranks[1:], strict=True)
+            if token not in blocked))
         going: list[Beginning] = []
         for place, (negative, i, token, logprob, rank) in enumerate(best):
             stopped = token in self.stops
