@@ -61,19 +61,16 @@ class Threaded:
                     self._drafts.put(launched.drafts())
                     asked = False
                 if len(plan.masked):
-                    launched.choose(self._await_masks(plan.id))
+                    found = self._masks.get()
+                    if found is None:
+                        raise RuntimeError(f"the executor was closed while plan {plan.id} waited for its masks")
+                    assert found[0] == plan.id, (found[0], plan.id)
+                    launched.choose(found[1])
                 future.set_result(launched.result())
             except BaseException as error:  # noqa: BLE001 (whoever waits for the step gets it)
                 future.set_exception(error)
                 if asked:
                     self._drafts.put(None)
-
-    def _await_masks(self, plan_id: int) -> Masks:
-        found = self._masks.get()
-        if found is None:
-            raise RuntimeError(f"the executor was closed while plan {plan_id} waited for its masks")
-        assert found[0] == plan_id, (found[0], plan_id)
-        return found[1]
 
     def submit(self, plan: StepPlan) -> Pending:
         future: Future[StepResult] = Future()
