@@ -230,9 +230,8 @@ class Inputs:
         return tokenizer.encode(text, add_special_tokens)
 
     def _kept(self, ids: list[int], count: int, side: Side, params: SamplingParams) -> list[int]:
-        room = self.info.max_model_len - (params.max_tokens or 1)
         if count == -1:
-            count = max(1, room)
+            count = max(1, self.info.max_model_len - (params.max_tokens or 1))
         if not 1 <= count <= self.info.max_model_len:
             raise RequestError(f"truncate_prompt_tokens is {count}; possible are 1 to {self.info.max_model_len}, or -1 for as "
                                "many as fit. Please request a smaller truncation size", param="truncate_prompt_tokens")
@@ -260,9 +259,7 @@ class Inputs:
         if params.stops and (self.tokenizer is None or not params.detokenize):
             why = "detokenize is false" if self.tokenizer else "there is no tokenizer (skip_tokenizer_init)"
             raise RequestError(f"stop strings are found in the text, but {why}; use stop_token_ids", param="stop")
-        changes |= self._constrained(params)
-        if changes:
-            params = params.replace(**changes)
+        params = params.replace(**changes | self._constrained(params))
         params.check()
         params.check_vocabulary(self.info.vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
@@ -293,9 +290,8 @@ class Inputs:
         if self.tokenizer is None:
             raise RequestError("there is no tokenizer (skip_tokenizer_init), so that no answer can be constrained",
                                param="structured_outputs", code="no_tokenizer")
-        if params.structured_outputs is None:
-            return {"ignore_eos": False}
-        return {"grammar": define(params.structured_outputs), "ignore_eos": False}
+        grammar = params.grammar if params.structured_outputs is None else define(params.structured_outputs)
+        return {"grammar": grammar, "ignore_eos": False}
 
     def _bad_sequences(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that spell a word: at the start of a text, after a space, and within or after another word.
