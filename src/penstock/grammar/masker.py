@@ -167,12 +167,8 @@ class Masker:
         """Takes the tokens that the matcher must not consume off `new`: those of thinking, and those that it has consumed."""
         if state.begin:
             new = self._watch(sequence, state, new)
-        if state.thinking:
-            state.forced = state.forced[len(new):]
-            return self._skip_thinking(sequence, state, new)
-        forced = len(state.forced)
-        state.forced = state.forced[len(new):]
-        return new[forced:]
+        forced, state.forced = len(state.forced), state.forced[len(new):]
+        return self._skip_thinking(sequence, state, new) if state.thinking else new[forced:]
 
     def _find_forced(self, moved: list[_Row], bits: Ints) -> None:
         """Finds the tokens that must come next. Asking a matcher costs more than computing its mask, so this asks only
