@@ -214,6 +214,5 @@ def _apart(a: dict[str, Any], b: dict[str, Any], resolve: Resolve, depth: int) -
 
 def _split(a: dict[str, Any], b: dict[str, Any], resolve: Resolve, depth: int) -> bool:
     """Returns whether a required part of `a`, or each of its alternatives, is disjoint from `b`."""
-    if any(disjoint(part, b, resolve, depth + 1) for part in a.get("allOf", ())):
-        return True
-    return any(a.get(key) and all(disjoint(part, b, resolve, depth + 1) for part in a[key]) for key in ("anyOf", "oneOf"))
+    return any(disjoint(part, b, resolve, depth + 1) for part in a.get("allOf", ())) or any(
+        a.get(key) and all(disjoint(part, b, resolve, depth + 1) for part in a[key]) for key in ("anyOf", "oneOf"))
