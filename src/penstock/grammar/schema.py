@@ -70,7 +70,10 @@ def resolve_in(root: Any, reference: str) -> Any:
         raise KeyError(reference)
     fragment = reference[1:]
     if fragment and not fragment.startswith("/"):
-        return _anchored(root, fragment)
+        for schema, _ in children(root, "#", deep=True):
+            if isinstance(schema, dict) and (schema.get("$anchor") == fragment or schema.get("$id") == reference):
+                return schema
+        raise KeyError(reference)
     found = root
     for part in fragment.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -81,13 +84,6 @@ def resolve_in(root: Any, reference: str) -> Any:
         else:
             raise KeyError(reference)
     return found
-
-
-def _anchored(root: Any, name: str) -> Any:
-    for schema, _ in children(root, "#", deep=True):
-        if isinstance(schema, dict) and (schema.get("$anchor") == name or schema.get("$id") == f"#{name}"):
-            return schema
-    raise KeyError(name)
 
 
 def children(schema: Any, pointer: str, deep: bool = False) -> Iterator[tuple[Any, str]]:
@@ -275,8 +271,8 @@ class _Walk:
                 continue
             holds: Any = {"required": wanted} if isinstance(wanted, list) else wanted
             there = {"type": "object", "required": [name]}
-            cases = [_other_than_objects(schema), {"type": "object", "properties": {name: False}}, {"allOf": [there, holds]}]
-            self._alternatives(schema, [case for case in cases if case is not None])
+            others = [] if schema.get("type") == "object" else [{"type": ["null", "boolean", "array", "number", "string"]}]
+            self._alternatives(schema, [*others, {"type": "object", "properties": {name: False}}, {"allOf": [there, holds]}])
 
     def property_names(self, schema: dict[str, Any], pointer: str) -> None:
         names = schema.pop("propertyNames")
@@ -353,18 +349,11 @@ def _beyond(branch: Any, other: Any) -> Any:
     return {key: value for key, value in other.items() if key not in _INDEPENDENT or branch.get(key, ...) != value}
 
 
-def _other_than_objects(schema: dict[str, Any]) -> dict[str, Any] | None:
-    if schema.get("type") == "object":
-        return None
-    return {"type": ["null", "boolean", "array", "number", "string"]}
-
-
 _INDEPENDENT = frozenset({"type", "enum", "const", "properties", "required", "minLength", "maxLength", "pattern", "minimum",
                           "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems"})
 """Keywords whose meaning does not depend on other keywords of the schema."""
 
-_Rewrite = Callable[[_Walk, dict[str, Any], str], None]
-_REWRITES: dict[str, _Rewrite] = {
+_REWRITES: dict[str, Callable[[_Walk, dict[str, Any], str], None]] = {
     "uniqueItems": _Walk.unique_items, "format": _Walk.format, "contentEncoding": _Walk.content_encoding,
     "nullable": _Walk.nullable, "oneOf": _Walk.one_of, "not": _Walk.negation, "if": _Walk.condition,
     "then": _Walk.alone, "else": _Walk.alone, "minContains": _Walk.alone, "maxContains": _Walk.alone,
@@ -380,19 +369,16 @@ def can_end(root: Any, resolve: Callable[[str], Any]) -> bool:
     Computes a least fixed point: no subschema has a finite value at first, and each round adds those whose parts have one."""
     ends: dict[int, bool] = {}
     nodes: dict[int, Any] = {}
-
-    def register(schema: Any) -> None:
-        stack = [schema]
-        while stack:
-            part = stack.pop()
-            if isinstance(part, dict) and id(part) not in nodes:
-                nodes[id(part)] = part
-                stack += [child for group in _groups(part, resolve) for child in group]
+    stack = [root]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict) and id(part) not in nodes:
+            nodes[id(part)] = part
+            stack += [child for group in _groups(part, resolve) for child in group]
 
     def known(schema: Any) -> bool:
         return ends.get(id(schema), False) if isinstance(schema, dict) else schema is not False
 
-    register(root)
     changed = True
     while changed:
         changed = False
