@@ -50,11 +50,9 @@ def _format(value: Any, place: str) -> Node:
 
 def _elements(value: Any, place: str) -> tuple[Node, ...]:
     nodes = [_format(part, f"{place}/elements/{at}") for at, part in enumerate(_get(value, "elements", list, place))]
-    out: list[Node] = []
-    for node, following in zip(nodes, [*nodes[1:], None], strict=True):
-        # Text ends where the next literal begins.
-        out.append(Until(following.text) if node == _TEXT and isinstance(following, Literal) else node)
-    return tuple(out)
+    # Text ends where the next literal begins.
+    return tuple(Until(following.text) if node == _TEXT and isinstance(following, Literal) else node
+                 for node, following in zip(nodes, [*nodes[1:], None], strict=True))
 
 
 def _tag(value: Any, place: str) -> Sequence:
