@@ -161,8 +161,7 @@ def lark_of(node: Node, special: Mapping[str, int]) -> str:
     """Returns the grammar of `node`. `special` maps the texts of the special tokens to ids; if it is empty, all text is
     plain. Raises RequestError for a schema or grammar in `node` that cannot be enforced."""
     writer = _Writer(special)
-    start = writer.write(node)
-    return "\n".join([f"start: {start}", *writer.rules]) + "\n"
+    return "\n".join([f"start: {writer.write(node)}", *writer.rules]) + "\n"
 
 
 def lark_text(text: str) -> str:
