@@ -105,9 +105,7 @@ class Catalog:
 
     def reserve(self, name: PageName, now: float) -> bool:
         """Reserves room for a page to be written. False if it is there or in flight, or if the store is full or paused."""
-        if name in self._entries or name in self._pending or name in self._doomed:
-            return False
-        if now < self._paused_until or self.away(now):
+        if name in self._entries or name in self._pending or name in self._doomed or now < self._paused_until or self.away(now):
             return False
         size = self._sizes[name.group]
         if self.bound is not None and self.used_bytes + self._pending_bytes + size > self.bound:
