@@ -297,8 +297,7 @@ class Hierarchy:
 
     def _present(self) -> list[Catalog]:
         """The catalogs of stores that are not paused after a timeout (`Catalog.away`)."""
-        now = time.monotonic()
-        return [catalog for catalog in self.catalogs if not catalog.away(now)]
+        return [catalog for catalog in self.catalogs if not catalog.away(time.monotonic())]
 
     def _written(self, name: PageName) -> bool:
         """True if a page was written through to a store. It is then not saved again when the device evicts it, because the step
