@@ -193,10 +193,9 @@ def plan_memory(limits: MemoryLimits, config: EngineConfig, states: list[StateSp
             shorter = f", or lower max_model_len to {longest}" if longest >= 2 else ""
             raise ConfigError(f"kv_cache_memory_bytes is {asked:,}, which holds {max(0, longest)} tokens of this model; "
                               f"raise it to {least:,} or more{shorter}")
-        needed = one / _GIB
         busy = "" if occupancy is None else f" at gpu_memory_utilization {limits.utilization} ({occupancy})"
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, which needs {needed:.3f} GiB of KV cache, but "
+            f"max_model_len is {config.max_model_len}, which needs {one / _GIB:.3f} GiB of KV cache, but "
             f"{layout.nbytes / _GIB:.3f} GiB are available{busy}; the longest that fits is {longest} tokens"
             + (f" (--max-model-len {longest})" if longest >= 2 else ": use a smaller model or dtype, or free memory"))
     length = min(config.max_model_len, longest)
