@@ -293,10 +293,9 @@ class EngineStats(msgspec.Struct, array_like=True):
         """Counts a segment with drafts, of which the first `accepted` were kept."""
         self.drafts += 1
         self.accepted_tokens += accepted
-        places = self.accepted_by_place
-        places += [0] * (accepted - len(places))
+        self.accepted_by_place += [0] * (accepted - len(self.accepted_by_place))
         for place in range(accepted):
-            places[place] += 1
+            self.accepted_by_place[place] += 1
 
 
 def ended(request: Request, reason: str, error: RequestError | None) -> list[Update]:
