@@ -7,6 +7,7 @@ page holds all states of its group for a stretch of positions, or one snapshot o
 arena is cut into equal slabs, lent to groups and carved into their pages, so groups of different page sizes trade memory."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -201,16 +202,7 @@ class CacheLayout:
 
     def longest(self, chunk: int) -> int:
         """The largest length for which one sequence alone fits."""
-        low, high = 0, 1
-        while self.slabs_for(high, chunk) <= self.slabs and high < 1 << 40:
-            low, high = high, high * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.slabs_for(middle, chunk) <= self.slabs:
-                low = middle
-            else:
-                high = middle
-        return low
+        return bisect_right(range(1 << 40), self.slabs, key=lambda length: self.slabs_for(length, chunk)) - 1
 
 
 def lay_out(states: Sequence[StateSpec], page: int, arena_bytes: int) -> CacheLayout:
