@@ -47,6 +47,8 @@ def read(form: Form, reader: Reader, sink: "Parser", tools: Tools, ends: tuple[s
             yield from _tags(form, reader, sink, tools, ends)
         case Python():
             yield from _python(reader, sink, tools)
+    sink.end()
+    reader.cut()
 
 
 class _Object:
@@ -60,7 +62,6 @@ class _Object:
         """Arguments that precede the name."""
 
     def read(self) -> Wait:
-        reader = self.reader
         yield from self._fields()
         if not self.name:
             raise MalformedError("a call without name")
@@ -69,8 +70,6 @@ class _Object:
                 raise MalformedError("a call without arguments")
             self._begin()
             self.sink.arguments("{}" if self.early is None else self.early)
-        self.sink.end()
-        reader.cut()
 
     def _fields(self) -> Wait:
         reader, count = self.reader, 0
@@ -173,8 +172,6 @@ def _named(form: Named, reader: Reader, sink: "Parser", tools: Tools, ends: tupl
             raise MalformedError("the arguments are no object")
         else:
             sink.arguments("{}")
-    sink.end()
-    reader.cut()
 
 
 def _tags(form: Tags, reader: Reader, sink: "Parser", tools: Tools, ends: tuple[str, ...]) -> Wait:
@@ -218,8 +215,6 @@ def _tags(form: Tags, reader: Reader, sink: "Parser", tools: Tools, ends: tuple[
             reader.at += len(found)
         break
     sink.arguments("" if whole else "}" if count else "{}")
-    sink.end()
-    reader.cut()
 
 
 def _key(form: Tags, reader: Reader, tools: Tools, tool: str) -> Generator[None, None, tuple[str, frozenset[str]]]:
@@ -305,8 +300,6 @@ def _python(reader: Reader, sink: "Parser", tools: Tools) -> Wait:
     if not count:
         sink.begin(name)
     sink.arguments("}" if count else "{}")
-    sink.end()
-    reader.cut()
 
 
 def _unquoted(reader: Reader) -> Generator[None, None, str]:
