@@ -156,15 +156,14 @@ def as_json(text: str, types: frozenset[str]) -> str:
     if lowered in ("null", "none") and ("null" in types or (types and "string" not in types)):
         return "null"
     value = read_value(bare)
-    if value is None:
-        return json.dumps(text, ensure_ascii=False)
-    decoded = json.loads(value)
-    kind = KINDS[type(decoded)]
-    if not types or kind in types or (kind == "integer" and "number" in types):
-        # An unquoted text that is valid as another allowed type is not a string.
-        return value
-    if kind == "number" and "integer" in types and decoded == int(decoded):
-        return str(int(decoded))
+    if value is not None:
+        decoded = json.loads(value)
+        kind = KINDS[type(decoded)]
+        if not types or kind in types or (kind == "integer" and "number" in types):
+            # An unquoted text that is valid as another allowed type is not a string.
+            return value
+        if kind == "number" and "integer" in types and decoded == int(decoded):
+            return str(int(decoded))
     return json.dumps(text, ensure_ascii=False)
 
 
