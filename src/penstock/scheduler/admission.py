@@ -94,8 +94,7 @@ class Admission:
 
     def make_way(self, now: float, decode: Load) -> None:
         """Renews broken promises of waiting ones, and preempts where there is no room: a lower class's sequence for one that
-        must start now, and those of requests with more than their share of the rows. `decode`: what of the latest step
-        decoded."""
+        must start now, and those of requests with more than their share of the rows. `decode`: of the latest step."""
         queues, policy = self._queues, self._queues.policy
         if not queues.waiting:
             return
