@@ -44,10 +44,10 @@ class News:
     def _tell(self, node: Node, group: int, run: list[int]) -> None:
         """Reports consecutive blocks to the sink."""
         assert self._sink is not None
-        keys, first = [self._index.key(node, block) for block in run], run[0]
+        keys, first, page = [self._index.key(node, block) for block in run], run[0], self._index.page
         parent = self._index.key(node, first - 1) if first or node.start else None
-        self._sink.stored(group, "device", parent, keys, self._tokens(node, first, run[-1] + 1), node.label.salt,
-        node.label.adapter)
+        tokens: list[int] = np.frombuffer(node.tokens, np.int32, len(run) * page, first * page * TOKEN).tolist()
+        self._sink.stored(group, "device", parent, keys, tokens, node.label.salt, node.label.adapter)
 
     def _removed(self, node: Node, group: int, block: int) -> None:
         if self._index.model is None:
@@ -62,11 +62,6 @@ class News:
 
     def _content(self, node: Node, group: int, block: int) -> Content:
         return Content(group, node.pages[group][block], self._index.key(node, block))
-
-    def _tokens(self, node: Node, first: int, end: int) -> list[int]:
-        page = self._index.page
-        tokens: list[int] = np.frombuffer(node.tokens, np.int32, (end - first) * page, first * page * TOKEN).tolist()
-        return tokens
 
     def open(self) -> None:
         """Called when the index has got its model name: reports everything in it, parents first."""
