@@ -96,8 +96,7 @@ class Pools:
             holders[page] += 1
             if holders[page] == 1:
                 slab = page // per_slab
-                if not live[slab]:
-                    self.slabs_live += 1
+                self.slabs_live += not live[slab]
                 live[slab] += 1
 
     def _count_live(self, group: int, pages: npt.NDArray[np.int32], change: int) -> None:
@@ -147,8 +146,7 @@ class Pools:
                 continue
             slab = page // per_slab
             live[slab] -= 1
-            if not live[slab]:
-                self.slabs_live -= 1
+            self.slabs_live -= not live[slab]
             if kept[page]:
                 idle.append(page)
             else:
