@@ -56,8 +56,7 @@ class Node:
         """The length of the longest context that ended in this node or below it."""
         self.priority = DEFAULT_PRIORITY
         """Its retention priority until `until`, in seconds of `time.time()`; a use before then extends that by `seconds`."""
-        self.until = 0.0
-        self.seconds = 0.0
+        self.until = self.seconds = 0.0
 
     @property
     def end(self) -> int:
@@ -274,9 +273,7 @@ class Prefix:
     def _prefixes(self, node: Node, key: bytes) -> list[Node]:
         """The child, if any, whose partial page is a prefix of `key`. In sorted order it is right before `key`."""
         at = bisect_left(node.order, key)
-        if at and key.startswith(node.order[at - 1]):
-            return [node.children[node.order[at - 1]]]
-        return []
+        return [node.children[node.order[at - 1]]] if at and key.startswith(node.order[at - 1]) else []
 
     def rest(self, node: Node, at: int, data: bytearray, pages: list[list[int]]) -> tuple[Node | None, list[Node]]:
         """Adds a leaf with a partial page after position `at` of `node`, a block boundary, unless the tree has these tokens
