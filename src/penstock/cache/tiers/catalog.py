@@ -33,9 +33,7 @@ class Catalog:
         self.store = store
         self.tier = store.tier
         self.bound = bound
-        self.used_bytes = 0
-        self.pages = 0
-        self.evicted = 0
+        self.used_bytes = self.pages = self.evicted = 0
         self.told: Callable[[PageName, bool], None] = lambda _name, _there: None
         """Callback (page, present) for every page added or removed; called from any thread."""
         self._sizes = [HEADER_BYTES + size for size in page_bytes]
