@@ -206,9 +206,7 @@ class Hierarchy:
 
     def patience(self, positions: int) -> float:
         """The number of seconds that a request may wait for pages that spare it computing `positions` positions."""
-        if self.policy.always:
-            return _MOST_PATIENCE
-        return _LEAST_PATIENCE + _PATIENCE * self.costs.times.prompt(positions)
+        return _MOST_PATIENCE if self.policy.always else _LEAST_PATIENCE + _PATIENCE * self.costs.times.prompt(positions)
 
     def source(self, ticket: int) -> dict[str, int]:
         """The number of pages of a load by source tier ("host", "disk", "remote")."""
