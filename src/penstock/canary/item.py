@@ -54,9 +54,7 @@ class Item:
             return made == parse_calls(self.answer)
         if self.grade == "json":
             return bool(_values(said) == _values(self.answer) is not None)
-        if self.grade == "holds":
-            return self.expected in said
-        return said == _THOUGHT.sub("", self.answer).strip()
+        return self.expected in said if self.grade == "holds" else said == _THOUGHT.sub("", self.answer).strip()
 
 
 def parse_calls(text: str) -> list[dict[str, Any]]:
