@@ -274,10 +274,9 @@ def extract(rng: Random, span: float) -> Item:
     sentences = {"age": "{n} is {} years old.", "city": "{n} lives in {}.", "job": "{n} works as a {}.", "pet": "{n} has a {}.",
                  "phone": "Call {n} at {}.", "room": "{n} stays in room {}.", "colour": "{n} wears {}.",
                  "email": "Write to {n} at {}."}
-    first = name.split()[0]
     for field in rng.sample(list(pool), rng.randint(2, 4 + round(4 * span))):
         value = pool[field]()
-        facts[field] = (sentences[field].format(value, n=first), value)
+        facts[field] = (sentences[field].format(value, n=name.split()[0]), value)
     text = " ".join([f"This is {name}.", *(sentence for sentence, _ in facts.values())])
     fields = rng.sample(list(facts), rng.randint(1, len(facts)))
     if rng.random() < 0.7:
