@@ -287,12 +287,9 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
                      "enable_request_id_headers", "async_scheduling", "no_enable_log_requests"), (True,)),
     **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config.backend"), ("auto", "guidance", "xgrammar")),
     **dict.fromkeys(("api_server_count", "max_num_partial_prefills"), (1,)),
-    **dict.fromkeys(("model_impl", "config_format", "chat_template_content_format"), ("auto",)),
-    "logprobs_mode": ("raw_logprobs",),
-    "response_role": ("assistant",),
-    "quantization": (None,),
-    "runner": ("auto", "generate", "pooling"),
-    "tokenizer_mode": ("auto",)}
+    **dict.fromkeys(("model_impl", "config_format", "chat_template_content_format", "tokenizer_mode"), ("auto",)),
+    "logprobs_mode": ("raw_logprobs",), "response_role": ("assistant",), "quantization": (None,),
+    "runner": ("auto", "generate", "pooling")}
 """Keywords and flags of vLLM's that are no options here, with the values that ask for what is done anyway."""
 
 
@@ -314,8 +311,7 @@ def engine_options(model: str | EngineOptions, given: Mapping[str, Any]) -> Engi
             hint = f"; similar are {', '.join(near)}" if near else f"; possible are {', '.join(sorted(known))}"
             raise ConfigError(f"there is no option {name!r}{hint}")
         elif value not in ACCEPTED[name]:
-            possible = ", ".join(map(repr, ACCEPTED[name]))
-            raise ConfigError(f"{name}={value!r} is not supported; possible is {possible}")
+            raise ConfigError(f"{name}={value!r} is not supported; possible is {', '.join(map(repr, ACCEPTED[name]))}")
     return checked(dataclasses.replace(model if isinstance(model, EngineOptions) else EngineOptions(model=model), **wanted))
 
 
