@@ -154,9 +154,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def stops(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def check(self) -> None:
         """Raises RequestError that names the first field with an invalid value."""
@@ -229,13 +227,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestError for a token id outside the vocabulary."""
-        named: list[tuple[str, list[int]]] = [
-            ("logit_bias", list(self.logit_bias or {})),
-            ("allowed_token_ids", self.allowed_token_ids or []),
-            ("stop_token_ids", self.stop_token_ids or []), ("logprob_token_ids", self.logprob_token_ids or []),
-            ("reasoning_end_ids", self.reasoning_end_ids or []), ("reasoning_start_ids", self.reasoning_start_ids or []),
-            ("bad_words", [t for word in self.bad_words_token_ids or [] for t in word])]
-        for param, ids in named:
+        named: dict[str, Any] = {name: getattr(self, name) or () for name in (
+            "logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids", "reasoning_end_ids",
+            "reasoning_start_ids")}
+        named["bad_words"] = [token for word in self.bad_words_token_ids or [] for token in word]
+        for param, ids in named.items():
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(f"{param} names token {token}; the vocabulary has {vocab_size} ids, from 0 on",
