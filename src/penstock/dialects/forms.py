@@ -293,8 +293,7 @@ def _python(reader: Reader, sink: "Parser", tools: Tools) -> Wait:
         yield from reader.space()
         text, first = tools.types(name, key) == {"string"}, (yield from reader.peek())
         if first.isalpha() or (text and first.isdigit()):
-            value = yield from _unquoted(reader)
-            sink.arguments(as_json(value, frozenset({"string"} if first.isdigit() else ())))
+            sink.arguments(as_json((yield from _unquoted(reader)), frozenset({"string"} if first.isdigit() else ())))
         else:
             yield from reader.value(sink.arguments, depth=1)
     if not count:
