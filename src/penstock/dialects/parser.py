@@ -347,9 +347,7 @@ def opened(dialect: Dialect, prompt: str | None) -> bool | None:
 
 
 def _new_id(kind: str) -> str:
-    if kind == "mistral":
-        return "".join(secrets.choice(_ALPHABET) for _ in range(9))
-    return "call_" + secrets.token_hex(12)
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9)) if kind == "mistral" else "call_" + secrets.token_hex(12)
 
 
 def _joined(events: list[Event]) -> list[Event]:
