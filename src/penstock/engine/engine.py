@@ -81,8 +81,7 @@ class Engine:
         self.beams = BeamSearches(self._add, self._abort)
         self._in_flight: deque[Pending] = deque()
         self.events: CacheEvents | None = None
-        self._ended = False
-        self._profiled = False
+        self._ended = self._profiled = False
         with ExitStack() as undo:
             self.rank = make_rank(options) if rank is None else rank
             undo.callback(self.rank.close)
