@@ -455,6 +455,4 @@ def _spans(retention: Retention, count: int) -> list[Sequence[Span]]:
         return [()] * count
     given = [retention] if isinstance(retention, Span) else list(retention)
     spans = [span for span in given if isinstance(span, Span)]
-    if len(spans) == len(given):
-        return [spans] * count
-    return [each or () for each in _spread(given, count, "retention")]
+    return [spans] * count if len(spans) == len(given) else [each or () for each in _spread(given, count, "retention")]
