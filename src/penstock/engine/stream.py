@@ -29,9 +29,7 @@ class Stream:
         """Ids of requests that have not ended."""
         self.unconfirmed: set[str] = set()
         """Ids of requests that the engine may still refuse."""
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.ledger: dict[str, float] = {}
         self.ledger_at = 0.0
         """Where the time of the sequence went that ended last, and when that was: time.time()."""
