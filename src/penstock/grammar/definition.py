@@ -171,9 +171,7 @@ def _fault(grammar: str, size: int = 257) -> str:
     if matcher.is_error():
         lines = matcher.get_error().split("<state>")[0].splitlines()[:4]
         return " ".join(line.strip() for line in lines if line.strip(" ^|"))[:500]
-    if matcher.is_stopped() and not matcher.is_accepting():
-        return "no text is valid under it"
-    return ""
+    return "no text is valid under it" if matcher.is_stopped() and not matcher.is_accepting() else ""
 
 
 @functools.cache
