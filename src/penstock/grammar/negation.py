@@ -80,8 +80,7 @@ def _other_strings(strings: list[str]) -> str:
     parts = [] if "" in strings else [""]
     parts.append("[\\s\\S]+" if not firsts else f"[^{''.join(map(_escape, firsts))}][\\s\\S]*")
     for first in firsts:
-        rests = [string[1:] for string in strings if string[:1] == first]
-        parts.append(f"{_escape(first)}(?:{_other_strings(rests)})")
+        parts.append(f"{_escape(first)}(?:{_other_strings([string[1:] for string in strings if string[:1] == first])})")
     return "|".join(parts)
 
 
@@ -101,9 +100,7 @@ def _bound(kind: str, opposite: str, step: int = 0) -> Callable[[Any, Resolve, i
 
 
 def _not_required(names: Any, _resolve: Resolve, _depth: int) -> Schema | None:
-    if not isinstance(names, list):
-        return None
-    return any_of([{"type": "object", "properties": {name: False}} for name in names])
+    return any_of([{"type": "object", "properties": {name: False}} for name in names]) if isinstance(names, list) else None
 
 
 def _not_properties(properties: Any, resolve: Resolve, depth: int) -> Schema | None:
