@@ -241,9 +241,7 @@ class _Writer:
             return self._sequence(node.parts)
         if isinstance(node, Either):
             return self._rule(" | ".join(self.write(part) for part in node.parts))
-        if isinstance(node, Repeat):
-            return self._repeat(node)
-        return self._triggered(node)
+        return self._repeat(node) if isinstance(node, Repeat) else self._triggered(node)
 
     def _rule(self, body: str, attributes: str = "", letter: str = "r") -> str:
         name = f"{letter}{len(self.rules)}"
@@ -270,9 +268,7 @@ class _Writer:
         here = [f"~/{_ANY}{_escaped(stop)}{_ANY}/"] if (patterns or unlike) and found is None else []
         here += [f"~{regex_text(one)}" for one in unlike]
         text = self._rule(" & ".join([*(f"/{pattern}/" for pattern in patterns or (_ANY,)), *here]), letter="T")
-        if found is not None:
-            return f"{text} {self._literal(stop)}"
-        return self._rule(f"{text} {_quoted(stop)}", "[lazy]")
+        return f"{text} {self._literal(stop)}" if found is not None else self._rule(f"{text} {_quoted(stop)}", "[lazy]")
 
     def _sequence(self, parts: tuple[Node, ...]) -> str:
         out, stop = [], ""
