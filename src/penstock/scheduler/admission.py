@@ -121,10 +121,7 @@ class Admission:
 
     def taken(self) -> bool:
         """Whether no row is free, and no request would give one to another that came now."""
-        queues = self._queues
-        if queues.rows:
-            return False
-        return not Shares(queues, 1).above()
+        return not self._queues.rows and not Shares(self._queues, 1).above()
 
     def _in_turn(self, blocked: list[Sequence], held: set[str]) -> Iterator[Sequence]:
         """Waiting sequences in order, but those whose request has its share of the rows after others that are as important, and
