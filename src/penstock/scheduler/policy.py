@@ -132,9 +132,7 @@ class Order:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterates over the sequences in order. Charging a group meanwhile moves its rest; removed ones are still yielded."""
-        if len(self._groups) <= 1:
-            return map(itemgetter(2), list(*self._groups.values()))
-        return self._merged()
+        return map(itemgetter(2), list(*self._groups.values())) if len(self._groups) <= 1 else self._merged()
 
     def _merged(self) -> Iterator[Sequence]:
         """Merges the groups; each time, the group with the lowest standing yields next."""
