@@ -13,9 +13,7 @@ def want(pool: Pool, start: int, end: int, prompt_len: int) -> int:
     """The outputs of a segment [start, end) of a prompt that is pooled."""
     if pool.kind == "cls":
         return int(Want.HIDDEN if start == 0 else Want.NOTHING)
-    if pool.from_end and end < prompt_len:
-        return int(Want.NOTHING)
-    return int(_WANTS[pool.kind])
+    return int(Want.NOTHING if pool.from_end and end < prompt_len else _WANTS[pool.kind])
 
 
 def lines(result: StepResult) -> dict[int, Floats]:
