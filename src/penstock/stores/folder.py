@@ -86,10 +86,9 @@ class CacheFolder:
 
     def sweep(self) -> None:
         """Removes files that killed writers left in incoming/."""
-        long_ago = time.time() - _ABANDONED_SECONDS
         for entry in self.incoming():
             with suppress(FileNotFoundError):
-                if entry.stat(follow_symlinks=False).st_mtime < long_ago:
+                if entry.stat(follow_symlinks=False).st_mtime < time.time() - _ABANDONED_SECONDS:
                     with self.directory(INCOMING) as folder:
                         os.unlink(entry.name, dir_fd=folder)
 
