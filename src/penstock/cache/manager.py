@@ -354,16 +354,13 @@ class Cache:
             return
         self._indexer.used(sequence, state.deepest)
         if not keep:
-            self._forget(state.deepest)
+            # Without offering them to any tier.
+            with nullcontext() if self._news is None else self._news.broken():
+                self._indexer.forget(state.deepest, upwards=True)
         for node in (state.node, state.deepest, state.origin):
             if node is not None:
                 self.evictor.offer(node)
         self.evictor.enforce_quota(state.deepest.label.account)
-
-    def _forget(self, node: Node) -> None:
-        """Removes invalid pages from the index without offering them to any tier."""
-        with nullcontext() if self._news is None else self._news.broken():
-            self._indexer.forget(node, upwards=True)
 
     def reset(self) -> None:
         """Empties the prefix cache in every tier. Running sequences keep their pages, but these never enter the index."""
