@@ -60,9 +60,8 @@ def packed(sequence: Sequence, upto: int) -> bytearray:
 
 def words(sequence: Sequence, start: int, end: int) -> bytes | bytearray:
     """The known tokens at [start, end) as int32, with media placeholders replaced by the media's words (`cache/media.py`)."""
-    data = keys.packed(sequence.tokens[start:end])
-    if not sequence.request.media:
-        return data
-    mutable = bytearray(data)
-    media.put(mutable, start, sequence.request.media, sequence.tokens)
-    return mutable
+    data: bytes | bytearray = keys.packed(sequence.tokens[start:end])
+    if sequence.request.media:
+        data = bytearray(data)
+        media.put(data, start, sequence.request.media, sequence.tokens)
+    return data
