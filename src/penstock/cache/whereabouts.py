@@ -97,8 +97,7 @@ class Whereabouts:
 
     def _mark(self, name: PageName, tier: str, there: bool) -> None:
         bit = self._bits.get(tier) or self._bits.setdefault(tier, 1 << next(self._numbers))
-        known = self._there.get(name, 0)
-        known = known | bit if there else known & ~bit
+        known = self._there.get(name, 0) | bit if there else self._there.get(name, 0) & ~bit
         if known:
             self._there[name] = known
         elif self._there.pop(name, None):
