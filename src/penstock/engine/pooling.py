@@ -91,8 +91,7 @@ class Scorer:
                                    code="unsupported_parameter")
             return [Text(text) for text in dict.fromkeys(text for pair in pairs for text in pair)]
         if self._inputs.reranker == "qwen3":
-            wanted = instruction or QWEN3_INSTRUCTION
-            return [Text(_QWEN3.format(wanted, query, document), False) for query, document in pairs]
+            return [Text(_QWEN3.format(instruction or QWEN3_INSTRUCTION, query, document), False) for query, document in pairs]
         tokenizer = self._inputs.tokenizer
         if tokenizer is None:
             raise RequestError("there is no tokenizer (skip_tokenizer_init), so pairs of texts cannot be scored",
@@ -101,8 +100,7 @@ class Scorer:
             raise RequestError("instruction is only possible with a reranker whose prompt has a place for it (--reranker)",
                                param="instruction", code="unsupported_parameter")
         if self._inputs.info.pairs == "template":
-            second = self._inputs.info.second
-            return [Text(tokenizer.encode_pair(query, document, second)) for query, document in pairs]
+            return [Text(tokenizer.encode_pair(query, document, self._inputs.info.second)) for query, document in pairs]
         return [Text([*tokenizer.encode(query), *tokenizer.encode(document, False)]) for query, document in pairs]
 
     def scores(self, pairs: Sequence[tuple[str, str]], vectors: Sequence[Floats], activation: bool = True) -> list[float]:
