@@ -61,8 +61,7 @@ class RayCluster:
         for places, node in zip(machines, self._nodes(len(machines), len(machines[0]) if gpus else 0), strict=True):
             name = node["NodeID"]
             actor = self._ray.remote(_Machine).options(
-                num_cpus=0, num_gpus=len(places) if node["Resources"].get("GPU") else 0,
-                runtime_env={"env_vars": environment},
+                num_cpus=0, num_gpus=len(places) if node["Resources"].get("GPU") else 0, runtime_env={"env_vars": environment},
                 scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote()
             actor.run.remote(options, msgspec.json.encode(list(places)))
             self._actors.append(actor)
