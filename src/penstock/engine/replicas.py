@@ -178,9 +178,8 @@ class Replicas:
 
     async def start(self) -> ModelFiles:
         """As `EngineProcess.start`, of all at once."""
-        first, *_ = await self._all([process.start() for process in self._processes])
-        found: ModelFiles = first
-        return found
+        found: list[ModelFiles] = await self._all([process.start() for process in self._processes])
+        return found[0]
 
     async def ready(self) -> EngineInfo:
         """The first replica's facts, with the room of all together."""
