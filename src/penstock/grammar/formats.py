@@ -12,8 +12,7 @@ _FULL_DATE = (
     "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)")
 _FRACTION = r"(?:\.[0-9]+)?"
 _OFFSET = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_FULL_TIME = (f"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}{_OFFSET}"
-              rf"|23:59:60{_FRACTION}(?:[zZ]|[+-]00:00))")
+_FULL_TIME = f"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}{_OFFSET}|23:59:60{_FRACTION}(?:[zZ]|[+-]00:00))"
 # A label's third and fourth characters are not both hyphens: that prefix is for punycode, which is no regular language.
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9]|[a-zA-Z0-9-]?[a-zA-Z0-9]|[a-zA-Z0-9-][a-zA-Z0-9][a-zA-Z0-9-]{0,59}[a-zA-Z0-9])?"
 _HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
