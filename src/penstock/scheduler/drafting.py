@@ -60,8 +60,7 @@ _AGE, _UNKNOWN, _TRIALS = 1 / 5000, 32, 0.0025
 """The growth of a number's rate for each step in which it was not tried, how many times as much that is for the largest number
 before its first time, and the part of the time at a number of sequences that trials may lose."""
 _NEAR, _RETRY = 2, 400
-"""A known number of sequences speaks for so many times as many, or as few; steps until drafts are tried again where none
-of a trial could be measured."""
+"""A known number of sequences speaks for so many times as many, or as few; steps until an unmeasured trial is repeated."""
 _BELOW = 0.7
 """Part of the acceptance of all below which a sequence may have fewer drafts than others."""
 _TAIL, _AHEAD = 3, 16
