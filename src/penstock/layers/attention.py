@@ -15,7 +15,7 @@ from penstock.layers.block import LayerNorm, NoNorm, NormSpec, RMSNorm, RMSNormS
 from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, TokenShare, Works
-from penstock.ops.attention import WHOLE, AttentionOps, Geometry, Span, Stripe
+from penstock.ops.attention import WHOLE, AttentionOps, Geometry, Span, Stripe, joined
 from penstock.ops.codec import Codec, Scales, hadamard
 from penstock.ops.linear import Weight
 from penstock.parallel.group import Group
@@ -279,7 +279,7 @@ class Attention:
             parts, sums = self._kernels.attention.striped(
                 q, self.k, self.v, table, step.query_start, step.context, spec.scale, spec.softcap, self.sinks,
                 step.work[self.work], library, self.slopes, self.scales, self._stripe)
-            out = joined(parts, sums, ranks).to(q.dtype)
+            out = joined(ranks.gather(parts), ranks.gather(sums))[0].to(q.dtype)
         else:
             out = torch.zeros_like(q)
         if step.division is not None:
@@ -355,12 +355,6 @@ def _arrived(come: Sequence[Callable[[], Sequence[torch.Tensor]]], some: slice) 
     """Some rows of each rank's results and sums, which are waited for."""
     parts, sums = (each() for each in come)
     return [(part[some], of[some]) for part, of in zip(parts, sums, strict=True)]
-
-
-def joined(parts: torch.Tensor, sums: torch.Tensor, ranks: Group) -> torch.Tensor:
-    """Attention [T, H, D] to the keys of all ranks, given what `AttentionOps.striped` found over this rank's."""
-    weights = ranks.gather(sums).softmax(0)
-    return (ranks.gather(parts) * weights[..., None]).sum(0)
 
 
 def gathered(cache: torch.Tensor, row: torch.Tensor, length: int, ranks: Group) -> torch.Tensor:

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from penstock.core.state import Everything, Field, StateSpec
-from penstock.layers.attention import attend, gathered, joined
+from penstock.layers.attention import attend, gathered
 from penstock.layers.block import LayerNormSpec, RMSNorm, RMSNormSpec, build_norm
 from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
-from penstock.ops.attention import WHOLE, Geometry, Span, Stripe
+from penstock.ops.attention import WHOLE, Geometry, Span, Stripe, joined
 from penstock.ops.rope import rotate
 from penstock.parallel.group import Group
 from penstock.quant.activations import FP8_MAX
@@ -227,7 +227,7 @@ class LatentAttention:
             parts, sums = ops.striped(every, self.cache, self.cache[..., :spec.rank], step.groups[self.group].table,
                                       step.query_start, step.context, spec.scale, work=step.work[self.work],
                                       library=step.library[self.work], stripe=self._stripe)
-            found = joined(parts, sums, ranks).to(absorbed.dtype)
+            found = joined(ranks.gather(parts), ranks.gather(sums))[0].to(absorbed.dtype)
             found = found if division is None else found.index_select(0, division.own)
         else:
             found = absorbed.new_zeros(len(absorbed), spec.heads, spec.rank)

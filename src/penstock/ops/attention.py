@@ -194,8 +194,8 @@ class AttentionOps:
                 stripe: Stripe = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
         """`apply` over the keys of one stripe, for segments that are not in `library`; sinks count in the first stripe.
 
-        Returns results [T, H, D] and the logarithms of the softmax's sums, [T, H] float32, LEAST where a query sees no key:
-        results of all stripes, weighted by the softmax of their logarithms, add up to attention over all keys."""
+        Returns results [T, H, D] and the logarithms of the softmax's sums, [T, H] float32, LEAST where a query sees no key.
+        `joined` makes of all stripes' attention over all keys."""
         out, sums = partial(q, k_cache, v_cache, table, query_start, context, scale, 0, softcap, sinks, slopes, scales, stripe,
                             {span.segment for span in library})
         return out, sums.clamp_(min=LEAST)
@@ -215,7 +215,8 @@ class AttentionOps:
         found = partial(q, k_cache, v_cache, row[None], numbers[:2], numbers[2:], scale, scales=scales,
                         most=before + own * len(q))
         parts, sums = (torch.stack(each) for each in zip(found, *((out.float(), of) for out, of in seen()), strict=True))
-        return (parts * sums.softmax(0)[..., None]).sum(0).to(q.dtype), sums.logsumexp(0)
+        out, sums = joined(parts, sums)
+        return out.to(q.dtype), sums
 
     def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, window: int = 0,
               slopes: torch.Tensor | None = None) -> torch.Tensor:
@@ -243,6 +244,12 @@ class AttentionOps:
                                      numbers[2:], scale))
 
 
+def joined(parts: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys, given results [P, T, H, D] over parts of them and the logarithms of the softmax's sums [P, T, H]
+    there: the results, weighted by the softmax of their logarithms, and the logarithm of all sums."""
+    return (parts * sums.softmax(0)[..., None]).sum(0), sums.logsumexp(0)
+
+
 def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, query_start: torch.Tensor,
             context: torch.Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
             slopes: torch.Tensor | None = None, scales: Scales | None = None, stripe: Stripe = WHOLE,
@@ -250,8 +257,7 @@ def partial(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table
             most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention, as `AttentionOps.apply`, over the keys of one stripe, or the first `most` of each segment, for the segments
     that are not in `without`; sinks count in the first stripe. Returns the results [T, H, D] and the logarithms of the
-    softmax's sums [T, H], both float32: results of all stripes, weighted by the softmax of their logarithms, add up to
-    attention over all keys."""
+    softmax's sums [T, H], both float32."""
     size, kv_heads = k_cache.shape[2], k_cache.shape[1]
     whole = size * stripe.of
     out = torch.zeros(*q.shape[:2], v_cache.shape[3] if scales is None else q.shape[2], device=q.device)
