@@ -509,8 +509,7 @@ EXPORT void penstock_coded(const CodedCall* calls, int64_t number) {
         for (int64_t i = 0; i < number; i++) fp8_product(calls[i]);
         return;
     }
-    by_dtype(calls->dtype & 255, [&](auto type) {
-        using T = decltype(type);
+    by_dtype(calls->dtype & 255, [&]<class T>(T) {
         calls->dtype & 256 ? product<T, float>(calls, number) : product<T, T>(calls, number);
     });
 }

@@ -173,8 +173,7 @@ struct Pass {
 // Also a host function of CUDA streams (ops/experts_helped.py).
 EXPORT void penstock_experts(const char* packed) {
     const Arguments a = *(const Arguments*)packed;
-    by_dtype(a.dtype, [&](auto type) {
-        using T = decltype(type);
+    by_dtype(a.dtype, [&]<class T>(T) {
         by_kind(a.kind, [&](auto constant) {
             for (int64_t first = 0; first < a.tokens; first += TOKENS)
                 Pass<T, decltype(constant)::value>{a, first, std::min(TOKENS, a.tokens - first)}.run();

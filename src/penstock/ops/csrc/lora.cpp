@@ -107,10 +107,8 @@ EXPORT void penstock_lora(const char* packed, int64_t dtype, int64_t out_f32) {
         }
     }
     for (int64_t p = 0; p < a.pieces; p++) n += a.sizes[p];
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        auto serve = [&](const Run& one, auto out) {
-            using O = decltype(out);
+    by_dtype(dtype, [&]<class T>(T) {
+        auto serve = [&]<class O>(const Run& one, O) {
             float* inner = (float*)pool::scratch(8, 4 * (width + 4) * sizeof(float));
             if (one.count == 4)
                 several<T, O, 4>(a, one.rows, one.slot, inner);

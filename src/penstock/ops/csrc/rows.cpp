@@ -55,6 +55,16 @@ void layer_row(const T* x, const W* weight, const W* bias, T* out, int64_t width
     }
 }
 
+// Calls body(T{}, W{}, row) for each row of a norm, for the types of the two codes.
+template <class Body>
+void norm_rows(int64_t rows, int64_t width, int64_t dtype, int64_t weight_dtype, Body&& body) {
+    by_dtype(dtype, [&](auto type) {
+        by_dtype(weight_dtype, [&](auto weight_type) {
+            pool::parallel_if(rows * width > WORTH, rows, [&](int64_t r) { body(type, weight_type, r); });
+        });
+    });
+}
+
 // Rotates the first 2 * half dimensions of a head in place.
 INLINE void rotate(float* head, const float* cos, const float* sin, int64_t half) {
     for (int64_t i = 0; i < half; i += VW) {
@@ -174,15 +184,9 @@ void activation_of(const T* x, int64_t stride, T* out, int64_t rows, int64_t wid
 EXPORT void penstock_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner, int64_t outer_stride,
                               int64_t inner_stride, int64_t width, double eps, double offset, int64_t dtype,
                               int64_t weight_dtype) {
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        by_dtype(weight_dtype, [&](auto weight_type) {
-            using W = decltype(weight_type);
-            pool::parallel_if(outer * inner * width > WORTH, outer * inner, [&](int64_t r) {
-                rms_row((const T*)x + r / inner * outer_stride + r % inner * inner_stride, (const W*)weight, (T*)out + r * width,
-                        width, (float)eps, (float)offset);
-            });
-        });
+    norm_rows(outer * inner, width, dtype, weight_dtype, [&]<class T, class W>(T, W, int64_t r) {
+        rms_row((const T*)x + r / inner * outer_stride + r % inner * inner_stride, (const W*)weight, (T*)out + r * width, width,
+                (float)eps, (float)offset);
     });
 }
 
@@ -190,48 +194,35 @@ EXPORT void penstock_rms_norm(const void* x, const void* weight, void* out, int6
 EXPORT void penstock_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t x_stride,
                                   int64_t residual_stride, int64_t width, double eps, double offset, int64_t dtype,
                                   int64_t weight_dtype) {
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        by_dtype(weight_dtype, [&](auto weight_type) {
-            using W = decltype(weight_type);
-            pool::parallel_if(rows * width > WORTH, rows, [&](int64_t r) {
-                const T* from = (const T*)x + r * x_stride;
-                T* sum = (T*)residual + r * residual_stride;
-                for (int64_t i = 0; i < width; i += VW)
-                    store_upto(sum + i, load_upto(from + i, width - i) + load_upto(sum + i, width - i), width - i);
-                rms_row(sum, (const W*)weight, (T*)out + r * width, width, (float)eps, (float)offset);
-            });
-        });
+    norm_rows(rows, width, dtype, weight_dtype, [&]<class T, class W>(T, W, int64_t r) {
+        const T* from = (const T*)x + r * x_stride;
+        T* sum = (T*)residual + r * residual_stride;
+        for (int64_t i = 0; i < width; i += VW)
+            store_upto(sum + i, load_upto(from + i, width - i) + load_upto(sum + i, width - i), width - i);
+        rms_row(sum, (const W*)weight, (T*)out + r * width, width, (float)eps, (float)offset);
     });
 }
 
 // weight and bias may be null; both have weight_dtype.
 EXPORT void penstock_layer_norm(const void* x, const void* weight, const void* bias, void* out, int64_t rows, int64_t stride,
                                 int64_t width, double eps, int64_t dtype, int64_t weight_dtype) {
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        by_dtype(weight_dtype, [&](auto weight_type) {
-            using W = decltype(weight_type);
-            pool::parallel_if(rows * width > WORTH, rows, [&](int64_t r) {
-                layer_row((const T*)x + r * stride, (const W*)weight, (const W*)bias, (T*)out + r * width, width, (float)eps);
-            });
-        });
+    norm_rows(rows, width, dtype, weight_dtype, [&]<class T, class W>(T, W, int64_t r) {
+        layer_row((const T*)x + r * stride, (const W*)weight, (const W*)bias, (T*)out + r * width, width, (float)eps);
     });
 }
 
 // Everything is of one type but the tables.
 EXPORT void penstock_rope_write(const Rope* arguments, double eps, double offset, int64_t dtype) {
-    by_dtype(dtype, [&](auto type) { rope_write<decltype(type)>(*arguments, (float)eps, (float)offset); });
+    by_dtype(dtype, [&]<class T>(T) { rope_write<T>(*arguments, (float)eps, (float)offset); });
 }
 
 EXPORT void penstock_cache_write(const CacheWrite* arguments, int64_t dtype) {
-    by_dtype(dtype, [&](auto type) { cache_write<decltype(type)>(*arguments); });
+    by_dtype(dtype, [&]<class T>(T) { cache_write<T>(*arguments); });
 }
 
 EXPORT void penstock_activation(const void* x, int64_t stride, void* out, int64_t rows, int64_t width, int64_t kind,
                                 int64_t gated, int64_t dtype) {
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
+    by_dtype(dtype, [&]<class T>(T) {
         by_kind(kind, [&](auto constant) {
             activation_of<T, decltype(constant)::value>((const T*)x, stride, (T*)out, rows, width, gated);
         });
