@@ -19,6 +19,7 @@ from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, S
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.attention import WHOLE, Geometry, Span, Stripe, joined
+from penstock.ops.codec import sylvester
 from penstock.ops.rope import rotate
 from penstock.parallel.group import Group
 from penstock.quant.activations import FP8_MAX
@@ -108,6 +109,7 @@ class LatentAttention:
     """x [T, W] -> [T, W]. Every token's latent is written to the cache, and its queries read those before it."""
 
     looks_around = True
+
     plain = True
     """`Geometry.plain`."""
     group: int
@@ -439,11 +441,6 @@ def largest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """An orthogonal matrix [size, size] that spreads large elements over all (Sylvester's construction), so that they round
-    better; the identity if `size` is no power of two."""
-    found = torch.ones(1, 1, device=device)
-    if size & (size - 1):
-        return torch.eye(size, device=device)
-    while len(found) < size:
-        found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1)))
-    return found.div_(size**0.5)
+    """An orthogonal matrix [size, size] that spreads large elements over all, so that they round better; the identity if `size`
+    is no power of two."""
+    return torch.eye(size, device=device) if size & (size - 1) else sylvester(size).to(device).div_(size**0.5)

@@ -173,12 +173,18 @@ def table(coding: Coding, device: torch.device) -> torch.Tensor:
     return torch.tensor([*coding.magnitudes, *(-value for value in coding.magnitudes)], device=device)
 
 
-def hadamard(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric matrices [size, size] for queries and for keys, whose product is the identity (Sylvester's construction). Their
-    elements are powers of two, exact in any dtype; both are orthogonal but for a factor."""
-    matrix, power = torch.ones(1, 1), size.bit_length() - 1
+def sylvester(size: int) -> torch.Tensor:
+    """A symmetric matrix [size, size] of 1 and -1 with orthogonal rows (Sylvester's construction); size: a power of two."""
+    matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
+
+
+def hadamard(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric matrices [size, size] for queries and for keys, whose product is the identity. Their elements are powers of
+    two, exact in any dtype; both are orthogonal but for a factor."""
+    matrix, power = sylvester(size), size.bit_length() - 1
     return matrix * 2.0**-(power // 2), matrix * 2.0**-(power - power // 2)
 
 
