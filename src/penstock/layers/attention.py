@@ -12,7 +12,7 @@ import torch
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Field, StateSpec, Window
 from penstock.layers.block import LayerNorm, NoNorm, NormSpec, RMSNorm, RMSNormSpec, build_norm
-from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split, TokenMixer
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, TokenShare, Works
 from penstock.ops.attention import WHOLE, AttentionOps, Geometry, Span, Stripe, joined
@@ -147,10 +147,9 @@ class AttentionSpec:
         return Attention(self, path, build)
 
 
-class Attention:
+class Attention(TokenMixer):
     """x [T, W] -> [T, W]. Every token's key and value are written to the cache, and its query reads those before it."""
 
-    looks_around = True
     group: int
     work: int
 
@@ -212,9 +211,6 @@ class Attention:
         return Geometry(spec.heads, spec.kv_heads, spec.head_size, page, spec.window, self.qkv.weight.dtype.itemsize,
                         plain=not (spec.softcap or spec.slopes), sloped=bool(spec.slopes),
                         codec=spec.codec.name if spec.codec else "", stripe=stripe)
-
-    def leave_sum(self) -> bool:
-        return self.o.leave_sum()
 
     def detach(self) -> None:
         del self.k, self.v, self.scales

@@ -392,3 +392,13 @@ class Mixer(Protocol):
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Runs on a step, updating its states for all of its tokens. With `ends` [E], results are for those tokens alone."""
+
+
+class TokenMixer(Mixer):
+    """One that looks around, and ends with the projection `o`."""
+
+    looks_around = True
+    o: Linear
+
+    def leave_sum(self) -> bool:
+        return self.o.leave_sum()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.core.state import Field, Snapshot, StateSpec
-from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split, TokenMixer
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.delta import DeltaShape, DeltaState, DeltaWeights
 
@@ -76,10 +76,8 @@ class DeltaSpec:
         return Delta(self, path, build)
 
 
-class Delta:
+class Delta(TokenMixer):
     """x [T, W] -> [T, W]."""
-
-    looks_around = True
 
     def __init__(self, spec: DeltaSpec, path: str, build: Build) -> None:
         self.shape = shape = spec.shape
@@ -103,9 +101,6 @@ class Delta:
 
     def detach(self) -> None:
         del self.state
-
-    def leave_sum(self) -> bool:
-        return self.o.leave_sum()
 
     def _given(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The recurrence's inputs, by key head (`ops/delta.py::delta_rule`)."""

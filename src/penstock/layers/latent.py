@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from penstock.core.state import Everything, Field, StateSpec
 from penstock.layers.attention import attend, gathered
 from penstock.layers.block import LayerNormSpec, RMSNorm, RMSNormSpec, build_norm
-from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split, TokenMixer
 from penstock.layers.rope import RopeSpec
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.attention import WHOLE, Geometry, Span, Stripe, joined
@@ -105,10 +105,8 @@ class LatentAttentionSpec:
         return LatentAttention(self, path, build)
 
 
-class LatentAttention:
+class LatentAttention(TokenMixer):
     """x [T, W] -> [T, W]. Every token's latent is written to the cache, and its queries read those before it."""
-
-    looks_around = True
 
     plain = True
     """`Geometry.plain`."""
@@ -144,9 +142,6 @@ class LatentAttention:
     def _geometry(self, page: int, stripe: Stripe = WHOLE) -> Geometry:
         return Geometry(self.spec.heads, 1, self.spec.rank, page, itemsize=self.cache.element_size(), plain=self.plain,
                         tail=self.spec.rope.dim, stripe=stripe)
-
-    def leave_sum(self) -> bool:
-        return self.o.leave_sum()
 
     def detach(self) -> None:
         del self.cache

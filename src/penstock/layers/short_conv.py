@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.core.state import Field, StateSpec, Window
-from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split, even_unit
+from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece, Split, TokenMixer, even_unit
 from penstock.layers.step import StateView, Step, Works
 
 
@@ -59,10 +59,8 @@ class ShortConvSpec:
         return ShortConv(self, path, build)
 
 
-class ShortConv:
+class ShortConv(TokenMixer):
     """x [T, W] -> [T, W]. Plain PyTorch on every device; it reads no value on the host, so steps can be captured."""
-
-    looks_around = True
 
     def __init__(self, spec: ShortConvSpec, path: str, build: Build) -> None:
         self.input = Linear(spec.input, f"{path}.input", build)
@@ -80,9 +78,6 @@ class ShortConv:
 
     def detach(self) -> None:
         del self.cache
-
-    def leave_sum(self) -> bool:
-        return self.o.leave_sum()
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         b, c, u = self.input(x, step).chunk(3, 1)
