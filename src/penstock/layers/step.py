@@ -17,26 +17,32 @@ Apart = Sequence[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]
 
 
 class Delta(Protocol):
-    """The adapters of a step: what is added to a projection's result for the rows that have one."""
+    """The adapters of a step: what is added to a projection's result for the rows that have one; by default nothing."""
 
-    def apart(self, path: str, /) -> Apart:
+    def apart(self, path: str, /) -> Apart:  # noqa: ARG002
         """The adapters that change the matrices at `path`, with factors that the layer there knows."""
+        return ()
 
     def shrink(self, path: str, x: torch.Tensor, /) -> torch.Tensor | None:
         """The first factor of the deltas of the projection at `path`, for `expand`, given its input x; None: it has none."""
 
-    def expand(self, path: str, low: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+    def expand(self, path: str, low: torch.Tensor | None, out: torch.Tensor, bias: torch.Tensor | None,  # noqa: ARG002
+               /) -> torch.Tensor:
         """`out`, which may be changed in place, with its deltas. `bias` is what `out` contains of one."""
+        return out
 
-    def product(self, path: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, kind: str | None, /
-                ) -> torch.Tensor | None:
+    def product(self, path: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None,  # noqa: ARG002
+                kind: str | None, /) -> torch.Tensor | None:  # noqa: ARG002
         """The projection of x with its deltas, of a `kind` gated, where that is faster than the two above; None elsewhere."""
+        return None
 
-    def embed(self, tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:  # noqa: ARG002
         """The embeddings `out` of tokens with their deltas."""
+        return out
 
-    def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+    def head(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:  # noqa: ARG002
         """The logits `out` of hidden states x with their deltas; `bias` as above."""
+        return out
 
 
 class Adapted(Protocol):

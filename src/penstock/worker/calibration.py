@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from penstock.layers.step import Apart
+from penstock.layers.step import Delta
 from penstock.worker.windows import Windows
 
 
-class Moments:
-    """The plain model in memory, and the text as windows of token ids."""
+class Moments(Delta):
+    """The plain model in memory, and the text as windows of token ids. As a step's delta, it adds nothing."""
 
     def __init__(self, folder: Path, config: dict[str, Any], dtype: str, device: str, windows: Sequence[Sequence[int]]) -> None:
         self._windows = [torch.tensor(window, dtype=torch.int32) for window in windows]
@@ -36,7 +36,7 @@ class Moments:
         return self._peaks.get(path)
 
     def shrink(self, path: str, x: torch.Tensor, /) -> None:
-        """As a step's delta (`layers/step.py::Delta`), which every projection asks. It adds nothing."""
+        """Every projection asks for this, with its inputs."""
         if path.startswith(self._block + "."):
             x = x.float()
             if path in self._found:
@@ -44,18 +44,3 @@ class Moments:
                 self._peaks[path] = torch.maximum(self._peaks[path], x.abs().amax(0))
             else:
                 self._found[path], self._peaks[path] = x.t() @ x, x.abs().amax(0)
-
-    def apart(self, _path: str, /) -> Apart:
-        return ()
-
-    def expand(self, _path: str, _low: torch.Tensor | None, out: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
-        return out
-
-    def product(self, *_: object) -> None:
-        """Nothing is computed here."""
-
-    def embed(self, _tokens: torch.Tensor, out: torch.Tensor, /) -> torch.Tensor:
-        return out
-
-    def head(self, _x: torch.Tensor, out: torch.Tensor, _bias: torch.Tensor | None, /) -> torch.Tensor:
-        return out
