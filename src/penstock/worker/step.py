@@ -162,21 +162,21 @@ class StepBuilder:
         parts = self._lay_out(bucket, prepared)
         host = self._staging.host(parts.size)
         segments, tail = len(plan.rows), bucket.segments - len(plan.rows)
-        for part, values in ((parts.row, plan.rows), (parts.start, plan.starts), (parts.context, context)):
-            host[part.start:part.start + segments] = values
-            host[part.start + segments:part.stop] = 0
-        first = parts.query_start.start
+
+        def put(part: slice, values: Ints | Places, rest: int = 0) -> None:
+            host[part.start:part.start + len(values)] = values
+            host[part.start + len(values):part.stop] = rest
+
+        put(parts.row, plan.rows)
+        put(parts.start, plan.starts)
+        put(parts.context, context)
+        first, chosen = parts.query_start.start, picks.segments
         host[first] = 0
         counts.cumsum(out=host[first + 1:first + 1 + segments])
-        chosen, lines = picks.segments, len(picks.segments)
-        host[parts.heads.start:parts.heads.start + lines] = host[first + chosen] + picks.offsets
         # Hidden states are gathered for all logits rows of a bucket; padding refers to the first token.
-        host[parts.heads.start + lines:parts.heads.stop] = 0
-        host[parts.lines_row.start:parts.lines_row.start + lines] = (
-            plan.rows[chosen] if passes is None else np.where(passes > 0, plan.rows, -1)[chosen])
-        host[parts.lines_row.start + lines:parts.lines_row.stop] = -1
-        position = plan.starts[chosen] + picks.offsets + 1 + self._ahead
-        host[parts.lines_position.start:parts.lines_position.start + lines] = position
+        put(parts.heads, host[first + chosen] + picks.offsets)
+        put(parts.lines_row, (plan.rows if passes is None else np.where(passes > 0, plan.rows, -1))[chosen], -1)
+        put(parts.lines_position, plan.starts[chosen] + picks.offsets + 1 + self._ahead)
         host[parts.shift.start] = shift
         if tail:
             host[first + 1 + segments:parts.query_start.stop] = host[first + segments]
@@ -186,10 +186,10 @@ class StepBuilder:
         if plan.slack is not None:
             before, left = (np.zeros_like(plan.slack) if given is None else given for given in (behind, passes))
             unsure = plan.slack - np.maximum(left - 1, 0)
-            for part, values in ((parts.slack, unsure), (parts.behind, before), (parts.left, left),
-                                 (parts.lines_segment, chosen)):
-                host[part.start:part.start + len(values)] = values
-                host[part.start + len(values):part.stop] = 0
+            put(parts.slack, unsure)
+            put(parts.behind, before)
+            put(parts.left, left)
+            put(parts.lines_segment, chosen)
         self._staging.send(parts.size)
         if plan.slack is not None:
             self.move(bucket, parts, self.length)
