@@ -17,3 +17,12 @@ static inline void by_dtype(int64_t code, Body&& body) {
     else
         body(bf16{});
 }
+
+// Calls body(O{}) for the type of results: float if they are `wide`, else T.
+template <class T, class Body>
+static INLINE void by_output(bool wide, Body&& body) {
+    if (wide)
+        body(float{});
+    else
+        body(T{});
+}

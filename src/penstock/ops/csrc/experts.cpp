@@ -159,10 +159,7 @@ struct Pass {
                         const vf found = load_upto(results + place[k] * a.width + i, a.width - i);
                         total_of = a.inward ? total_of + found : fma(found, set1(weights[k]), total_of);
                     }
-                if (a.form == STORED)
-                    store_upto((float*)a.out + to + i, total_of, a.width - i);
-                else
-                    store_upto((T*)a.out + to + i, total_of, a.width - i);
+                by_output<T>(a.form == STORED, [&]<class O>(O) { store_upto((O*)a.out + to + i, total_of, a.width - i); });
             }
         });
     }

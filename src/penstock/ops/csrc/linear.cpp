@@ -345,16 +345,15 @@ EXPORT void penstock_linear(const void* x, int64_t ldx, const void* w, const voi
                             int64_t k, int64_t dtype, int64_t out_f32) {
     if (rows == 0) return;
     by_dtype(dtype, [&]<class T>(T) {
-        if (out_f32)
-            linear((const T*)x, ldx, (const T*)w, (const T*)bias, (float*)out, rows, n, k);
-        else
-            linear((const T*)x, ldx, (const T*)w, (const T*)bias, (T*)out, rows, n, k);
+        by_output<T>(out_f32, [&]<class O>(O) {
+            linear((const T*)x, ldx, (const T*)w, (const T*)bias, (O*)out, rows, n, k);
+        });
     });
 }
 
 void fp8_product(const CodedCall& c) {
     by_dtype(c.dtype & 255, [&]<class T>(T) {
-        c.dtype & 256 ? fp8<T, float>(c) : fp8<T, T>(c);
+        by_output<T>(c.dtype & 256, [&]<class O>(O) { fp8<T, O>(c); });
     });
 }
 

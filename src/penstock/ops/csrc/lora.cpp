@@ -108,20 +108,14 @@ EXPORT void penstock_lora(const char* packed, int64_t dtype, int64_t out_f32) {
     }
     for (int64_t p = 0; p < a.pieces; p++) n += a.sizes[p];
     by_dtype(dtype, [&]<class T>(T) {
-        auto serve = [&]<class O>(const Run& one, O) {
-            float* inner = (float*)pool::scratch(8, 4 * (width + 4) * sizeof(float));
-            if (one.count == 4)
-                several<T, O, 4>(a, one.rows, one.slot, inner);
-            else if (one.count == 2)
-                several<T, O, 2>(a, one.rows, one.slot, inner);
-            else
-                several<T, O, 1>(a, one.rows, one.slot, inner);
-        };
         pool::parallel_if(total * width * (n + a.pieces * a.inputs) > WORTH, runs.size(), [&](int64_t i) {
-            if (out_f32)
-                serve(runs[i], float{});
-            else
-                serve(runs[i], T{});
+            float* inner = (float*)pool::scratch(8, 4 * (width + 4) * sizeof(float));
+            by_output<T>(out_f32, [&]<class O>(O) {
+                const auto serve = runs[i].count == 4   ? several<T, O, 4>
+                                   : runs[i].count == 2 ? several<T, O, 2>
+                                                        : several<T, O, 1>;
+                serve(a, runs[i].rows, runs[i].slot, inner);
+            });
         });
     });
 }

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -40,7 +41,7 @@ struct Pool {
 
 // Never destroyed: threads may still sleep in it while the process exits.
 Pool* shared = new Pool;
-std::atomic<int> wanted{0};
+std::atomic<int> wanted{std::max(1, (int)std::thread::hardware_concurrency())};
 thread_local bool inside = false;
 
 template <class Done>
@@ -95,16 +96,9 @@ void renew() {
 
 }  // namespace
 
-int threads() {
-    int n = wanted.load(std::memory_order_relaxed);
-    if (n == 0) {
-        n = (int)std::thread::hardware_concurrency();
-        wanted.store(n > 0 ? n : 1);
-    }
-    return wanted.load(std::memory_order_relaxed);
-}
+int threads() { return wanted.load(std::memory_order_relaxed); }
 
-void set_threads(int n) { wanted.store(n > 0 ? n : 1); }
+void set_threads(int n) { wanted.store(std::max(1, n)); }
 
 void run(int64_t n, void (*work)(void*, int64_t), void* context) {
     static const int registered = pthread_atfork(nullptr, nullptr, renew);
