@@ -55,19 +55,14 @@ def _slopes(heads: int, size: int) -> tuple[float, ...]:
     return tuple((torch.tensor(parts.slopes(heads)).bfloat16().double() * size**-0.5).tolist())
 
 
-def _kv_heads(config: Config, heads: int, new: bool) -> int:
-    if new:
-        return config.integer("num_kv_heads", heads)
-    return 1 if config.flag("multi_query", True) else heads
-
-
 def falcon(config: Config) -> ModelSpec:
     """All generations: one or several groups of heads, ALiBi or rotation, branches side by side or not."""
     heads, size = config.integer("num_attention_heads"), parts.head_size(config)
     new, bias = config.flag("new_decoder_architecture", False), config.flag("bias", False)
     alibi = config.flag("alibi", False)
     norm = parts.layer_norm(config, "layer_norm_epsilon")
-    attention = parts.attention(config.changed(num_key_value_heads=_kv_heads(config, heads, new)), bias=bias,
+    kv_heads = config.integer("num_kv_heads", heads) if new else 1 if config.flag("multi_query", True) else heads
+    attention = parts.attention(config.changed(num_key_value_heads=kv_heads), bias=bias,
                                 rope=None if alibi else rope(config, size), slopes=_slopes(heads, size) if alibi else ())
     mlp = parts.plain_mlp(config, activation="activation", inner="ffn_hidden_size", multiple=4, bias=bias)
     beside = new and config.integer("num_ln_in_parallel_attn", 2) == 2
