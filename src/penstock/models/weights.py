@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -206,9 +207,7 @@ def _to_host(shares: Shares, sources: dict[str, list[Source]], checkpoint: Check
     values = Values()
     with checkpoint.mapped():
         for parameter, bench in _order(shares.spec):
-            wholes = {suffix: bench.take(shape, kind)
-                      for suffix, (shape, kind) in _wholes(shares, parameter, sources, dtype).items()}
-            shares.clear(parameter, wholes)
+            wholes = _wholes(shares, parameter, sources, dtype, bench.take)
             seen = set[str]()
             for source in sources[parameter.name]:
                 _read(checkpoint, source, list(shares.cuts(parameter, source)), shares.whole, wholes, seen)
@@ -292,9 +291,8 @@ def _to_device(shares: Shares, sources: dict[str, list[Source]], checkpoint: Che
             if checkpoint.tensors[source.name].made and any(shares.cuts(parameter, source))
             for stored in checkpoint.behind(source.name)}).take
         for parameter, _ in _order(shares.spec):
-            mine = wholes[parameter.name] = {suffix: _room(shape, kind, device, parameter) for suffix, (shape, kind)
-                                             in _wholes(shares, parameter, sources, dtype).items()}
-            shares.clear(parameter, mine)
+            mine = wholes[parameter.name] = _wholes(shares, parameter, sources, dtype,
+                                                    partial(_room, device=device, parameter=parameter))
             seen = set[str]()
             for source in sources[parameter.name]:
                 tensor = checkpoint.tensors[source.name]
@@ -346,12 +344,14 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, para
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def _wholes(shares: Shares, parameter: Parameter, sources: dict[str, list[Source]],
-            dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each stored tensor of a parameter."""
+def _wholes(shares: Shares, parameter: Parameter, sources: dict[str, list[Source]], dtype: torch.dtype,
+            take: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Memory for each stored tensor of a parameter, as `take` gives it by shape and type; zeros where no source fills it."""
     shapes = shares.shapes(parameter, sources[parameter.name])
-    return {part.suffix: (shapes[part.suffix], getattr(torch, part.dtype))
-            for part in stored(parameter, str(dtype).removeprefix("torch."))}
+    found = {part.suffix: take(shapes[part.suffix], getattr(torch, part.dtype))
+             for part in stored(parameter, str(dtype).removeprefix("torch."))}
+    shares.clear(parameter, found)
+    return found
 
 
 class _Workbench:
