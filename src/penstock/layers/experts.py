@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from penstock.core.state import StateSpec
 from penstock.layers.build import Build, Linear, LinearSpec, Mixer, Parameter, Piece, Split, even_unit
@@ -141,7 +142,7 @@ class Experts(Mixer):
                                         if spec.bias else None for name in ("gate_up", "down"))
         self._whole_biases = self.up_bias, self.down_bias
         if build.group is not None and self.up_bias is not None and not spec.dealt:
-            self.up_bias = _own_bias(self.up_bias, spec, build.group.rank)
+            self.up_bias = own_channels(self.up_bias.unflatten(1, (2, -1)), build.group.rank, spec.divided[1]).flatten(1)
             # It is added once.
             self.down_bias = self.down_bias if build.group.rank == 0 else None
         self.shared = None if spec.shared is None else MLP(spec.shared, f"{path}.shared", build)
@@ -266,10 +267,8 @@ def placed(picks: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
     return placement.view(-1).index_select(0, at.view(-1)).view(picks.shape)
 
 
-def _own_bias(bias: torch.Tensor, spec: ExpertsSpec, rank: int) -> torch.Tensor:
-    """A rank's channels of the biases [E, 2 F] of gate and up, filled up with zeros."""
-    whole, ranks = spec.divided
-    first, last = Piece("up", whole, even_unit(whole)).share(rank, ranks)
-    own = bias.new_zeros(len(bias), 2, spec.inner)
-    own[:, :, :last - first] = bias.view(len(bias), 2, whole)[:, :, first:last]
-    return own.view(len(bias), -1)
+def own_channels(x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's channels, of all on the last axis, filled up with zeros."""
+    piece = Piece("up", x.shape[-1], even_unit(x.shape[-1]))
+    first, last = piece.share(rank, ranks)
+    return F.pad(x[..., first:last], (0, piece.room(ranks) - last + first))

@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, digest, read_adapter
 from penstock.checkpoint.tensors import DTYPES, read_header
 from penstock.core.errors import ModelError
-from penstock.layers.build import Parameter, Piece, Split, even_unit
+from penstock.layers.build import Parameter, Split
+from penstock.layers.experts import own_channels
 from penstock.layers.spec import ModelSpec
 from penstock.models.rules import Rule, stacked, transposed
 from penstock.ops.lora import MOST_PIECES, Layout, Matrices, padded
@@ -112,9 +113,10 @@ class ExpertAdapters:
                 inner = self._stacks[f"{path}.down.weight"].shape[1]
                 if up is not None:
                     halves = up[1].view(len(up[1]), 2, inner, -1)
-                    up = up[0], _own(halves.transpose(2, 3), inner, place).transpose(2, 3).flatten(1, 2)
+                    own = own_channels(halves.transpose(2, 3), place.tensor, place.tensors)
+                    up = up[0], own.transpose(2, 3).flatten(1, 2)
                 if down is not None:
-                    down = _own(down[0], inner, place), down[1]
+                    down = own_channels(down[0], place.tensor, place.tensors), down[1]
             every = (*(up or (None, None)), *(down or (None, None)))
             yield path, tuple(None if one is None else one.to(dtype).contiguous() for one in every)
 
@@ -143,15 +145,6 @@ def _factors(a: torch.Tensor, b: torch.Tensor, count: int, turned: bool) -> tupl
     [E, outputs, inputs], with the two axes the other way round."""
     first, second = a.view(count, -1, a.shape[1]), b.view(len(b), -1, count).permute(2, 0, 1)
     return (second.transpose(1, 2), first.transpose(1, 2)) if turned else (first, second)
-
-
-def _own(matrix: torch.Tensor, inner: int, place: Place) -> torch.Tensor:
-    """A rank's channels of the last axis, filled up with zeros."""
-    piece = Piece("up", inner, even_unit(inner))
-    first, last = piece.share(place.tensor, place.tensors)
-    own = matrix.new_zeros(*matrix.shape[:-1], piece.room(place.tensors))
-    own[..., :last - first] = matrix[..., first:last]
-    return own
 
 
 EMBEDDING, HEAD = "embedding", "head"
