@@ -131,13 +131,9 @@ class Decoder:
                 self._tap(-1, None, hidden)
             return hidden if ends is None else hidden.index_select(0, ends)
         residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
-        delta: torch.Tensor | None = None
         *blocks, last = self.blocks
         end = self.spec.first + len(blocks)
-        for number, block in enumerate(blocks, self.spec.first):
-            self._tap(number, delta, residual)
-            delta, residual = block(delta, residual, step)
-        self._tap(end, delta, residual)
+        delta, residual = self._through(blocks, residual, step)
         if not self._taps or not self.spec.ends or (max(self._taps) <= end and min(self._taps) >= 0):
             return self._end(*last(delta, residual, step, ends), step.runs)
         delta, residual = last(delta, residual, step)
@@ -150,14 +146,18 @@ class Decoder:
         """The hidden states of this rank's own tokens."""
         residual = self.embedding(step.part(own)) if self.embedding is not None else \
             self.entry(len(step.tokens)).index_select(0, own)
-        delta: torch.Tensor | None = None
         if self._taps:
             self.tapped[:len(own)] = self.tapped.index_select(0, own)
-        for number, block in enumerate(self.blocks, self.spec.first):
+        return self._end(*self._through(self.blocks, residual, step), step.runs)
+
+    def _through(self, blocks: Sequence[Block], residual: torch.Tensor, step: Step) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The stream behind the first blocks, of which what goes into each and comes out at the end is tapped."""
+        delta: torch.Tensor | None = None
+        for number, block in enumerate(blocks, self.spec.first):
             self._tap(number, delta, residual)
             delta, residual = block(delta, residual, step)
-        self._tap(self.spec.first + len(self.blocks), delta, residual)
-        return self._end(delta, residual, step.runs)
+        self._tap(self.spec.first + len(blocks), delta, residual)
+        return delta, residual
 
     def _runs(self, step: Step, group: Group) -> Runs | None:
         """None where sums are made at once; always where something else reads or adds to what a branch leaves."""
