@@ -13,12 +13,9 @@ import triton
 import triton.language as tl
 
 from penstock.ops.linked_kernel import enter
-from penstock.ops.sample_kernels import ordered, real, unordered
-from penstock.ops.sample_table import WIDTH, Column, Feature
+from penstock.ops.sample_kernels import _FEATURES, _INVERSE_TEMPERATURE, _WIDTH, ordered, real, unordered
+from penstock.ops.sample_table import Column, Feature
 
-_WIDTH = tl.constexpr(WIDTH)
-_FEATURES = tl.constexpr(int(Column.FEATURES))
-_INVERSE_TEMPERATURE = tl.constexpr(int(Column.INVERSE_TEMPERATURE))
 _LOG_MIN_P = tl.constexpr(int(Column.LOG_MIN_P))
 _TOP_K = tl.constexpr(int(Column.TOP_K))
 _TOP_P = tl.constexpr(int(Column.TOP_P))
