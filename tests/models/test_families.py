@@ -78,15 +78,3 @@ def test_delta_nets_have_one_activation(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     with pytest.raises(ModelError, match=r"hidden_act.*silu"):
         open_model(tmp_path)
-
-
-@pytest.mark.parametrize(("changes", "word"), [
-    ({"conv_L_cache": 1}, "conv_L_cache.*at least 2"),
-    ({"layer_types": ["conv", "mamba", "conv"]}, "layer_types.*full_attention"),
-    ({"layer_types": None, "full_attn_idxs": 2}, "full_attn_idxs.*list")], ids=["kernel", "kinds", "places"])
-def test_short_convolutions_that_cannot_be_are_refused(changes: dict[str, object], word: str, tmp_path: Path) -> None:
-    make(next(case for case in CASES if case.name == "lfm2-odd"), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ModelError, match=word):
-        open_model(tmp_path)

@@ -23,18 +23,10 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "recurrence": {},
-    "short-conv": {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention", "conv", "conv"],
-                   "conv_L_cache": 4, "conv_bias": True, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5},
-}
-"""What each config says beside `fakes.configured`: a snapshot a page, and entries a position that a window of 4 reads."""
-
-
-@pytest.fixture(params=KINDS)
-def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fakes.enter(monkeypatch, fakes.family(recurrent=True))
-    return fakes.configured(tmp_path / "model", **KINDS[request.param])
+    return fakes.configured(tmp_path / "model")
 
 
 def prompts() -> list[list[int]]:
@@ -73,15 +65,6 @@ def test_contexts_are_found_again(folder: Path, alone: list[list[int]]) -> None:
     assert answers(folder, twice=True, max_num_seqs=4, block_size=8) == alone
 
 
-def test_entries_a_position_can_be_rolled_back(tmp_path: Path) -> None:
-    """Drafts by n-grams, most of which random weights reject, change no token."""
-    folder = fakes.configured(tmp_path / "model", **KINDS["short-conv"])
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    options: dict[str, Any] = {"max_num_seqs": 4, "block_size": 8}
-    assert answers(folder, speculative_config=drafts, **options) == answers(folder, **options)
-
-
-@pytest.mark.parametrize("folder", ["recurrence"], indirect=True)
 def test_a_forgotten_state_shows(folder: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: without what is behind a segment, tokens change."""
     attach = fakes.Recurrence.attach

@@ -174,10 +174,10 @@ class LatentAttention(TokenMixer):
             out[rows] = out[rows] + torch.einsum("thr,hvr->thv", found[rows] @ a_.t(), b[:, spec.key_size:])
         if spans:
             q = torch.cat((q[..., :spec.key_size], absorbed[..., spec.rank:]), -1)
-        prompts = [span for span, *_ in spans if self._ranks is None and not adapters and not span.before]
-        if len(prompts) > 1:
+        prompts = [] if self._ranks is not None or adapters else [span for span, *_ in spans if not span.before]
+        if prompts:
             self._expand_prompts(q, prompts, step, out)
-        for held in spans if len(prompts) <= 1 else [one for one in spans if one[0].before]:
+        for held in [one for one in spans if one[0].before] if prompts else spans:
             first, last = held[0].first, held[0].first + held[0].count
             own = [b.flatten(0, 1) @ a_ for rows, a_, b in adapters if bool((rows == first).any())]
             self._expand(q, held, out[first:last], sum(own, self.kv_b))

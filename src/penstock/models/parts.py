@@ -56,8 +56,7 @@ def attention(config: Config, *, rope: RopeSpec | None, scale: float | None = No
 
 
 def latent_attention(config: Config, rope: RopeSpec) -> LatentAttentionSpec:
-    """By `kv_lora_rank`, `q_lora_rank` (null: none), `qk_nope_head_dim`, `v_head_dim`; YaRN's `mscale_all_dim` scales
-    scores."""
+    """By `kv_lora_rank`, `q_lora_rank` (null: none), `qk_nope_head_dim`, `v_head_dim`; YaRN's `mscale_all_dim`."""
     keys = config.integer("qk_nope_head_dim")
     factor = rope.scaling.score_factor() if isinstance(rope.scaling, YarnScaling) else 1.0
     return LatentAttentionSpec(config.integer("hidden_size"), config.integer("num_attention_heads"),

@@ -58,14 +58,12 @@ def few(rows: int, weight: CodedWeight, gated: bool) -> Tile:
 
 def converted(weight: CodedWeight) -> int:
     """The most rows for which a product that converts codes as it goes is faster than the library after `decoded`."""
-    if weight.kind == "table4" or (weight.kind == "int4" and weight.scales > 1):
-        return 64
-    return 128 if weight.kind == "e2m1" else 256
+    several = weight.kind == "table4" or (weight.kind == "int4" and weight.scales > 1)
+    return 64 if several else 128 if weight.kind == "e2m1" else 256
 
 
 def even(rows: int, weight: CodedWeight) -> bool:
-    """Whether cuBLAS's product of FP8 codes without factors, which follow it, is faster than that with factors of rows and
-    columns (bench/notes.md)."""
+    """Whether cuBLAS's product of FP8 codes is faster with the factors of rows and columns after it (bench/notes.md)."""
     return weight.blocks is None and (rows <= 192 or (rows <= 768 and weight.k > 8192))
 
 
@@ -216,8 +214,7 @@ def decoded(weight: CodedWeight, dtype: torch.dtype, ids: torch.Tensor | None = 
 
 
 def _scaled(x: torch.Tensor, weight: CodedWeight, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The product of FP8 codes times their factors. Where those are not of blocks, sums have the tensor cores' own precision,
-    as in our kernels: errors of 1.3e-3 with 4,096 columns, where the rounding of activations makes 2.6e-2."""
+    """The product of FP8 codes times their factors; unless of blocks, sums are as precise as tensor cores' own."""
     if x.is_meta:  # a rehearsal: for its shapes torch would import sympy, which takes a second or two
         return torch.empty(x.shape[0], weight.n, dtype=dtype, device=x.device)
     return torch._scaled_mm(x, weight.data.t(), left, right, out_dtype=dtype,  # noqa: SLF001
@@ -234,9 +231,9 @@ def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias
         out = _scaled(x, weight, _one(x.device), _one(x.device), torch.bfloat16 if gate else torch.float32)
         return rows_triton.scaled(out, xs[0], _gains(weight), dtype, gate, weight.reader)
     else:
-        rows = len(x)
-        if weight.blocks is not None and rows % ROWS:
-            x, xs = F.pad(x.view(torch.uint8), (0, 0, 0, -rows % ROWS)).view(x.dtype), F.pad(xs, (0, -rows % ROWS))
+        rows, missing = len(x), 0 if weight.blocks is None else -len(x) % ROWS
+        if missing:
+            x, xs = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype), F.pad(xs, (0, missing))
         # Its scales of units and blocks come with their longer axis last: [rows, units] and [units, blocks], both transposed.
         right = _gains(weight)[None] if weight.blocks is None else weight.blocks.t()
         out = _scaled(x, weight, xs.t(), right, torch.bfloat16)[:rows]

@@ -42,7 +42,9 @@ class Tenants:
     def of(self, key: bytes, cache_salt: str | None) -> tuple[str, str]:
         """(tenant, salt) of a request that came with `key` (empty if with none) and, perhaps, asks for a salt of its own."""
         if not self.isolated:
-            return "", short_salt(cache_salt or "")
+            salt = cache_salt or ""  # it is kept with every page: a long one as its hash
+            hashed = blake2b(salt.encode(), digest_size=16, person=b"long salt")
+            return "", salt if len(salt) <= LONGEST_SALT else hashed.hexdigest()
         return self._derive(b"tenant", key), self._derive(b"salt", key, (cache_salt or "").encode())
 
     def _derive(self, purpose: bytes, *parts: bytes) -> str:
@@ -50,11 +52,6 @@ class Tenants:
         for part in parts:
             hashed.update(len(part).to_bytes(8, "little") + part)
         return hashed.hexdigest()
-
-
-def short_salt(salt: str) -> str:
-    """A salt as it is kept with every page: a long one as its hash."""
-    return salt if len(salt) <= LONGEST_SALT else blake2b(salt.encode(), digest_size=16, person=b"long salt").hexdigest()
 
 
 def read_secret(path: Path) -> bytes:

@@ -18,11 +18,6 @@ _NORMS = ("pre", "post", "norm", "q_norm", "k_norm")
 Adjust = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _rows_of_halves(heads: int) -> Adjust:
-    """Rows (head, pair, half) as llama.cpp rotates them, back to (head, half, pair)."""
-    return lambda tensor: tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
-
-
 def _absorbed(keys: str, values: str, rank: int) -> Form:
     """The matrix of latents' keys and values, of which files have a half each: [heads, rank, key size] and [heads, value size,
     rank]. Both are decoded as they are loaded."""
@@ -116,7 +111,9 @@ class _GGUF(Reader):
         if rows is not None or stem.endswith("attention.decay"):
             return self._delta_adjust(part, None if rows is None else rows[0])
         if self._permuted is not None and part in ("q", "k"):
-            return _rows_of_halves(int(self._permuted["qk".index(part)]))
+            heads = int(self._permuted["qk".index(part)])
+            # Rows (head, pair, half) as llama.cpp rotates them, back to (head, half, pair).
+            return lambda tensor: tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
         if self._norms_up and part in _NORMS and name.endswith(".weight") and not (
                 self._delta is not None and stem.endswith("attention.norm")):
             return lambda tensor: tensor - 1
