@@ -89,7 +89,7 @@ def chats(*kinds: str) -> list[float]:
 
 @functools.cache
 def chats_alone() -> list[float]:
-    """What chats take without others, the same each time."""
+    """The seconds of chats without others, the same each time."""
     return chats()
 
 

@@ -140,7 +140,7 @@ def texts(name: str) -> LLM:
 
 
 def answered(name: str, requests: list[tuple[int, dict[str, Any], bool]], **options: Any) -> list[Any]:
-    """What is answered, twice, so that the second time finds the first's prefixes. Errors of the start are raised."""
+    """The answers, asked for twice, so that the second time finds the first's prefixes. Errors of the start are raised."""
     llm = texts(name)
     asked = EngineOptions(**{"model": "canary" if name == "canary" else str(ASSETS / name), **COMMON, **options})
     engine = Engine(asked, rank=Threaded(asked)) if place(asked).ranks > 1 else Engine(asked)

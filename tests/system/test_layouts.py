@@ -253,7 +253,7 @@ UNDIVIDED: dict[str, tuple[list[list[int]], EngineStats]] = {}
 
 
 def undivided(params: dict[str, Any] | None = None, **more: Any) -> tuple[list[list[int]], EngineStats]:
-    """What one rank answers to `questions`, asked for once: many layouts are compared with the same answers."""
+    """The answers of one rank to `questions`, asked for once: many layouts are compared with the same answers."""
     key = repr((params or {}, sorted(more.items())))
     if key not in UNDIVIDED:
         UNDIVIDED[key] = repeated(params=params, **more)

@@ -1,4 +1,4 @@
-"""Which of several network interfaces ranks on several machines use."""
+"""The one of several network interfaces that ranks on several machines use."""
 
 from __future__ import annotations
 
