@@ -46,11 +46,6 @@ class PackedWeight(Weight):
         self.pointer = self.data.data_ptr()
 
 
-def _at(x: torch.Tensor | None) -> int:
-    """A tensor's address, which is null for none."""
-    return 0 if x is None else x.data_ptr()
-
-
 class _Owned:
     def __init__(self, owner: "CpuOperations") -> None:
         self._owner = owner
@@ -74,8 +69,9 @@ class CpuLinear(_Owned):
         rows, n = x.shape[0], weight.n
         narrow = out_dtype is None or out_dtype is dtype
         out = torch.empty(rows, n, dtype=dtype if narrow else torch.float32)
-        self._owner.lib.penstock_linear(x.data_ptr(), x.stride(0), weight.pointer, _at(bias), out.data_ptr(), rows, n, weight.k,
-                                        weight.code, not narrow)
+        self._owner.lib.penstock_linear(
+            x.data_ptr(), x.stride(0), weight.pointer, None if bias is None else bias.data_ptr(), out.data_ptr(), rows, n,
+            weight.k, weight.code, not narrow)
         return out if narrow or out_dtype is torch.float32 else out.to(out_dtype)
 
     def gated(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
@@ -117,9 +113,10 @@ class CpuExperts(_Owned, ExpertsOps):
         """The arguments of csrc/experts.cpp: sizes, and addresses of memory that must live as long as they are used. `form`:
         how matrices lie; `STORED`: [E, n, k], n is a multiple of 16, and `out` float32. `inner`: F, else."""
         return self._ARGUMENTS.pack(
-            x.data_ptr(), x.stride(0), picks.data_ptr(), weights.data_ptr(), up.data_ptr(), down.data_ptr(), _at(up_bias),
-            _at(down_bias), out.data_ptr(), *picks.shape, len(up), x.shape[1], inner or down.shape[2], _KINDS[glu.kind], inward,
-            form, glu.alpha, glu.limit, glu.shift, _CODES[x.dtype])
+            x.data_ptr(), x.stride(0), picks.data_ptr(), weights.data_ptr(), up.data_ptr(), down.data_ptr(),
+            0 if up_bias is None else up_bias.data_ptr(), 0 if down_bias is None else down_bias.data_ptr(), out.data_ptr(),
+            *picks.shape, len(up), x.shape[1], inner or down.shape[2], _KINDS[glu.kind], inward, form, glu.alpha, glu.limit,
+            glu.shift, _CODES[x.dtype])
 
     def pack(self, matrices: torch.Tensor) -> Stack:
         lib = self._owner.lib
@@ -164,7 +161,7 @@ class CpuLora(_Owned, LoraOps):
         known, (number, tiles, order, *_) = low.dim() > 2, groups
         self._owner.lib.penstock_lora(self._CALL.pack(
             low.data_ptr(), low.stride(1 if known else 0), known, number.data_ptr(), tiles.data_ptr(), order.data_ptr(),
-            out.data_ptr(), out.stride(0), _at(bias), tiles.stride(0))
+            out.data_ptr(), out.stride(0), 0 if bias is None else bias.data_ptr(), tiles.stride(0))
             + (slabs.packed.get(path) or self._projection(path, slabs)),
             _CODES[slabs.data.dtype], out.dtype is not slabs.data.dtype)
 
@@ -192,10 +189,12 @@ class CpuAttention(_Owned, AttentionOps):
         self._owner.lib.penstock_attention(self._owner.ATTENTION.pack(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), query_start.data_ptr(),
             context.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), *kc[:3], *vc[:3], table.stride(0),
-            query_start.shape[0] - 1, heads, shape[1], size, value_size, shape[2], window, _at(sinks), _at(slopes),
+            query_start.shape[0] - 1, heads, shape[1], size, value_size, shape[2], window,
+            0 if sinks is None else sinks.data_ptr(), 0 if slopes is None else slopes.data_ptr(),
             *((0, 0) if tree is None else (tree.origin.data_ptr(), tree.bits.data_ptr())), *_codings(scales)),
             scale, softcap, _CODES[q.dtype], _CODES[k_cache.dtype] if scales is None else 3)
         return out
+
 
     def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, scale: float, window: int = 0,
               slopes: torch.Tensor | None = None) -> torch.Tensor:
@@ -292,8 +291,9 @@ class CpuOperations:
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width, dtype=x.dtype)
-        self.lib.penstock_layer_norm(x.data_ptr(), _at(weight), _at(bias), out.data_ptr(), rows, x.stride(0), width, eps,
-                                     _CODES[x.dtype], _CODES[x.dtype if weight is None else weight.dtype])
+        self.lib.penstock_layer_norm(
+            x.data_ptr(), None if weight is None else weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            out.data_ptr(), rows, x.stride(0), width, eps, _CODES[x.dtype], _CODES[x.dtype if weight is None else weight.dtype])
         return out
 
     def rope_write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor,
@@ -309,9 +309,12 @@ class CpuOperations:
         vs, vc = (ks, kc) if v is None or v_cache is None else (v.stride(), v_cache.stride())
         half = 0 if cos is None else cos.shape[1]
         self.lib.penstock_rope_write(self._ROPE.pack(
-            q.data_ptr(), k.data_ptr(), _at(v), *qs[:2], *ks[:2], *vs[:2], positions.data_ptr(), _at(slots), k_cache.data_ptr(),
-            _at(v_cache), *kc[:3], *vc[:3], _at(cos), _at(sin), _at(q_norm), _at(k_norm), out.data_ptr(), tokens, heads,
-            k.shape[1], size, k_cache.shape[2], half, interleaved), eps, offset, _CODES[q.dtype])
+            q.data_ptr(), k.data_ptr(), 0 if v is None else v.data_ptr(), qs[0], qs[1], ks[0], ks[1], vs[0], vs[1],
+            positions.data_ptr(), 0 if slots is None else slots.data_ptr(), k_cache.data_ptr(),
+            0 if v_cache is None else v_cache.data_ptr(), *kc[:3], *vc[:3],
+            0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
+            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(), out.data_ptr(),
+            tokens, heads, k.shape[1], size, k_cache.shape[2], half, interleaved), eps, offset, _CODES[q.dtype])
         return out
 
     def cache_write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
