@@ -20,8 +20,6 @@ kernels, plain = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernels")
 
 MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
-ROWS = 16
-"""cuBLAS's product with factors of blocks takes rows by multiples: of 65 it said that they are not supported."""
 NARROW = MANY._replace(tall=64)
 """The same for codes of 4 bits, whose conversion wants more programs."""
 
@@ -60,11 +58,6 @@ def converted(weight: CodedWeight) -> int:
     """The most rows for which a product that converts codes as it goes is faster than the library after `decoded`."""
     several = weight.kind == "table4" or (weight.kind == "int4" and weight.scales > 1)
     return 64 if several else 128 if weight.kind == "e2m1" else 256
-
-
-def even(rows: int, weight: CodedWeight) -> bool:
-    """Whether cuBLAS's product of FP8 codes is faster with the factors of rows and columns after it (bench/notes.md)."""
-    return weight.blocks is None and (rows <= 192 or (rows <= 768 and weight.k > 8192))
 
 
 def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
@@ -226,12 +219,13 @@ def _library(x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWeight, bias
     """The product by cuBLAS or CUTLASS, with a gate gated."""
     if xs is None:
         out = F.linear(x, decoded(weight, x.dtype), bias)
-    elif even(len(x), weight) and bias is None:
-        # Gated, the product is rounded to bfloat16 before its factors instead of after them.
+    elif weight.blocks is None and bias is None and (len(x) <= 192 or (len(x) <= 768 and weight.k > 8192)):
+        # Faster than with factors (decision 0310). Gated, the product is rounded to bfloat16 before them instead of after them.
         out = _scaled(x, weight, _one(x.device), _one(x.device), torch.bfloat16 if gate else torch.float32)
         return rows_triton.scaled(out, xs[0], _gains(weight), dtype, gate, weight.reader)
     else:
-        rows, missing = len(x), 0 if weight.blocks is None else -len(x) % ROWS
+        # With factors of blocks cuBLAS takes rows by multiples: of 65 it said that they are not supported.
+        rows, missing = len(x), 0 if weight.blocks is None else -len(x) % 16
         if missing:
             x, xs = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype), F.pad(xs, (0, missing))
         # Its scales of units and blocks come with their longer axis last: [rows, units] and [units, blocks], both transposed.
