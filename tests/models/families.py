@@ -157,7 +157,7 @@ CASES = [
                                          **rope("default", mrope_section=[2, 1, 1], mrope_interleaved=True)}),
     Case("qwen3.5-moe", "Qwen3_5MoeText", {**WIDE, **NEXT, "intermediate_size": None, "num_experts_per_tok": 1,
                                            "linear_num_key_heads": 1, "linear_num_value_heads": 5, "linear_conv_kernel_dim": 2,
-                                           "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+                                           "layer_types": ["linear_attention", "full_attention", "full_attention"]},
          rewrite=partial(foreign.beside_towers, architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe")),
     Case("kolibri1-odd", "Kolibri1", {**KOLIBRI, "norm_topk_prob": False, "layer_types": SLIDING}),
     Case("kolibri1-fifth", "Kolibri1", {**KOLIBRI, **TIED, **ONE_KV, "num_hidden_layers": 5, "num_experts_per_tok": 1}),
