@@ -43,8 +43,8 @@ class Tenants:
         """(tenant, salt) of a request that came with `key` (empty if with none) and, perhaps, asks for a salt of its own."""
         if not self.isolated:
             salt = cache_salt or ""  # it is kept with every page: a long one as its hash
-            hashed = blake2b(salt.encode(), digest_size=16, person=b"long salt")
-            return "", salt if len(salt) <= LONGEST_SALT else hashed.hexdigest()
+            return "", salt if len(salt) <= LONGEST_SALT else blake2b(
+                salt.encode(), digest_size=16, person=b"long salt").hexdigest()
         return self._derive(b"tenant", key), self._derive(b"salt", key, (cache_salt or "").encode())
 
     def _derive(self, purpose: bytes, *parts: bytes) -> str:
