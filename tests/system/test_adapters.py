@@ -30,7 +30,7 @@ from penstock.server.run import ServerRun
 from tests.sampling import sampled
 from tests.system.adapters import made
 from tests.system.ranks import Threaded, drained
-from tests.system.served import NAME, Served
+from tests.system.served import NAME, PATIENT, Served
 
 ASSETS = Path(__file__).parents[1] / "assets"
 PIRATE, TELEGRAM = ASSETS / "canary-pirate", ASSETS / "canary-telegram"
@@ -403,8 +403,7 @@ def test_over_http_both_adapters_score_as_recorded(skills: tuple[str, ...]) -> N
         stack.callback(server.stop)
 
         def answer(one: tuple[str, str, Any]) -> tuple[str, list[dict[str, object]], bool]:
-            # On a busy machine long prompts may have to wait for more than their class promises.
-            found = client.post("/v1/chat/completions", json=body(one[2], one[1]), headers={"x-penstock-wait": "true"})
+            found = client.post("/v1/chat/completions", json=body(one[2], one[1]), headers=PATIENT)
             choice = found.raise_for_status().json()["choices"][0]
             calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
             return choice["message"].get("content") or "", calls, choice["finish_reason"] in ("stop", "tool_calls")

@@ -19,7 +19,7 @@ import pytest
 
 from tests.data import MODELS, need
 from tests.system.fakes import BREAK, CRASH_ON_SUBMIT, FAIL, LATE, LATE_SECONDS, LONG, LONG_SECONDS, NAME, REFUSE, SLOW, STICK
-from tests.system.served import Served, error_of, served
+from tests.system.served import PATIENT, Served, error_of, served
 
 CANCELLED = int(os.environ.get("PENSTOCK_TEST_CANCELLED", "250"))
 """Requests of the cancellation test; a tenth of them more go before, to warm up."""
@@ -83,7 +83,8 @@ async def send_and_give_up(server: Served, count: int, seed: int) -> None:
             except TimeoutError:
                 pass
 
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=64)) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=PATIENT,
+                                 limits=httpx.Limits(max_connections=64)) as client:
         await asyncio.gather(*(one(client) for _ in range(count)))
 
 
@@ -180,7 +181,7 @@ def test_a_real_full_queue() -> None:
     with served(need(MODELS / "stories260k"), "--max-num-queued-reqs", "2", "--max-num-seqs", "1") as server:
 
         async def crowd() -> list[int]:
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60, headers=PATIENT) as client:
                 body = {"prompt": [1], "max_tokens": 200, "ignore_eos": True}
                 answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(12)))
                 return [answer.status_code for answer in answers]

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.data import MODELS, need
-from tests.system.served import NAME, TEMPLATE, Served
+from tests.system.served import NAME, PATIENT, TEMPLATE, Served
 
 pytestmark = pytest.mark.xdist_group("stories")
 
@@ -291,7 +291,7 @@ def test_async_client(server: Served, text: str) -> None:
         return "".join([chunk.choices[0].text async for chunk in await client.completions.create(**GREEDY, stream=True)])
 
     async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", default_headers=PATIENT) as client:
             return await asyncio.gather(*(one(client) for _ in range(32)))
 
     assert set(asyncio.run(all_of_them())) == {text}

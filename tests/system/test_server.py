@@ -19,7 +19,7 @@ import pytest
 from tests.data import MODELS, TRAINED, need
 from tests.sampling import sampled
 from tests.system.fakes import NAME as FAKE, SLOW
-from tests.system.served import NAME, Served, error_of, served
+from tests.system.served import NAME, PATIENT, Served, error_of, served
 
 STORIES = MODELS / "stories260k"
 
@@ -57,7 +57,7 @@ def test_golden(model: str) -> None:
 
 async def golden_in_a_crowd(server: Served, cases: list[dict[str, Any]]) -> None:
     limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, headers=PATIENT) as client:
 
         async def neighbour(number: int) -> None:
             body = {"prompt": [1] + [5 + number] * number, "max_tokens": 50 + 2 * number, "temperature": 1.0, "seed": number}
