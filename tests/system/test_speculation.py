@@ -155,6 +155,24 @@ def test_drafts_made_ahead_do_not_depend_on_how_soon_prompts_are_read(monkeypatc
     assert found[0] == found[1] and found[0][2] > 5
 
 
+def test_drafts_made_ahead_go_on_behind_a_rest_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model first reads what was chosen meanwhile, here more than a step's tokens."""
+    asked, ask, tries = 0, Ahead._ask, list[int]()
+
+    def rests(self: Ahead, drafting: Drafting) -> None:
+        nonlocal asked
+        asked += 1
+        if not 3 <= asked < 43:
+            ask(self, drafting)
+        tries.append(self._loaded.counted[1])
+
+    monkeypatch.setattr(Ahead, "_ask", rests)
+    with opened(max_num_seqs=2, max_num_batched_tokens=24,
+                speculative_config={"model": DRAFT, **FIXED, "ahead": 2, "device": "cpu"}) as llm:
+        llm.generate([[1, *range(40, 52)]], SamplingParams(temperature=0, max_tokens=160, ignore_eos=True), use_tqdm=False)
+    assert asked > 60 and tries[-1] > tries[42] + 10
+
+
 @pytest.mark.parametrize("config", [{"model": DRAFT}, {"model": EAGLE}, {"model": DRAFT, "ahead": 2, "device": "cpu"}], ids=str)
 def test_a_rank_that_is_kept_drafts_again(config: dict[str, Any]) -> None:
     """As after the loss of another rank: its worker ends and another begins, its weights stay."""

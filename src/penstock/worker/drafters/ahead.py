@@ -216,7 +216,6 @@ class Ahead(DraftModel):
     def _answer(self, asked: list[tuple[int, list[int], int]]) -> list[list[int]]:
         """Drafts for rows of the target, of which it has chosen some further tokens; empty for those that are not followed.
         `asked`: (row, tokens, number of drafts)."""
-        found: list[list[int]] = [[] for _ in asked]
         missed = []
         hits, tries = self._loaded.counted
         for at, (row, fresh, count) in enumerate(asked):
@@ -230,19 +229,20 @@ class Ahead(DraftModel):
             one.length += len(fresh)
             one.read = min(one.read, one.length - len(fresh) + kept)
             one.drafts, one.ready = drafts[:count], {}
-            found[at] = one.drafts
             self._put([(one.base, one.length - len(fresh) + j, token) for j, token in enumerate(fresh + one.drafts)])
             if not one.drafts and one.length - one.read <= self._budget:
                 missed.append(at)
+            elif not one.drafts:  # drafting has rested for long
+                self._read(row)
         self._loaded.counted = hits, tries
         if missed:
             ones = [self._followed[asked[at][0]] for at in missed]
             drafted = self._chains(*np.array([(one.base, one.length - 1, one.length - 1 - one.read, asked[at][2])
                                              for at, one in zip(missed, ones, strict=True)], np.int32).T)
-            for at, one, drafts in zip(missed, ones, drafted, strict=True):
-                found[at] = one.drafts = drafts
+            for one, drafts in zip(ones, drafted, strict=True):
+                one.drafts = drafts
                 one.read = one.length + len(drafts) - 1
-        return found
+        return [one.drafts if (one := self._followed.get(row)) else [] for row, *_ in asked]
 
     def _right(self, one: _Followed, fresh: list[int], kept: int) -> list[int]:
         """The drafts that are there for the outcome of a verification, perhaps none."""
