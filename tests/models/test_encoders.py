@@ -132,7 +132,7 @@ def test_a_text_may_be_as_long_as_its_bound(bound: str, tmp_path: Path) -> None:
             llm.encode([list(range(10, 51))], False)
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlmr"])
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=pytest.mark.exhaustive), "xlmr"])
 def test_embeddings_over_http_are_of_the_mean(kind: str, tmp_path: Path) -> None:
     """As sentence-transformers has it for a folder that does not say."""
     model, words = saved(kind, transformers.AutoModel, tmp_path), tokenizer(tmp_path, kind)

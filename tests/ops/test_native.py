@@ -53,6 +53,7 @@ def test_without_a_compiler_the_reference_serves(tmp_path: Path, compiler: str) 
     assert compiler.split()[0] in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_unwritable_cache_folder(tmp_path: Path) -> None:
     (tmp_path / "penstock").write_text("a file where the folder should be")
     done = run(BIND, XDG_CACHE_HOME=str(tmp_path), **QUICK)

@@ -17,7 +17,7 @@ from tests.sampling import sampled
 from tests.simulate.test_simulate import Run, seen_in
 
 WORKLOADS = 216
-SHARDS = 4
+SHARDS = 8
 
 
 class Watched(Run):

@@ -26,7 +26,7 @@ from penstock.scheduler.scheduler import Scheduler
 from tests.simulate.fake import VOCABULARY, FakeTiers, FakeWorker, expected
 
 WORKLOADS = 1600
-SHARDS = 16
+SHARDS = 32
 
 
 def _states(rng: random.Random) -> list[StateSpec]:

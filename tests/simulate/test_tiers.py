@@ -27,7 +27,7 @@ from tests.simulate.test_simulate import Run
 from tests.simulate.threads import World
 
 WORKLOADS = 72
-SHARDS = 8
+SHARDS = 12
 
 
 class Shelf:

@@ -230,7 +230,8 @@ class Pausing(DraftPolicy):
             self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
 
 
-@pytest.mark.parametrize(("draft", "least"), [("canary-eagle", 0.5), ("canary-draft", 0.95)])
+@pytest.mark.parametrize(("draft", "least"), [
+    ("canary-eagle", 0.5), pytest.param("canary-draft", 0.95, marks=pytest.mark.exhaustive)])
 def test_a_drafter_that_has_rested_drafts_again(draft: str, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it rests, none of its matrices is read. Then a draft model reads what it has missed; a head lacks those positions,
     the whole prompt in the last case, and is right less often."""

@@ -138,8 +138,8 @@ def test_adapters_that_leave_graphs_are_told(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("qwen3", {"tensor_parallel_size": 2}), ("deepseek", {"tensor_parallel_size": 2}),
-    ("deepseek", {"pipeline_parallel_size": 2}),
+    ("qwen3", {"tensor_parallel_size": 2}), ("deepseek", {"pipeline_parallel_size": 2}),
+    pytest.param("deepseek", {"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
     *(pytest.param("qwen3", {"tensor_parallel_size": 2, **more}, marks=pytest.mark.exhaustive)
       for more in ({"enable_expert_parallel": True}, {"pipeline_parallel_size": 2}))])
 def test_ranks_divide_them(kind: str, options: dict[str, Any], tmp_path: Path) -> None:

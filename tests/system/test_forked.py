@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.system.served import served
 
 KEPT = ("SigIgn", "SigBlk", "Cpus_allowed", "Groups", "Umask")
@@ -29,6 +31,7 @@ def facts(pid: int) -> dict[str, Any]:
             **{name: status[name] for name in KEPT}}
 
 
+@pytest.mark.exhaustive
 def test_a_fork_is_what_exec_starts() -> None:
     found: list[Any] = []
     drawn: set[str] = set()

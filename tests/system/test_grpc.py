@@ -151,7 +151,7 @@ def test_health_says_that_the_server_drains(server: Served) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed, which makes the certificate")
-@pytest.mark.parametrize("mutual", [False, True])
+@pytest.mark.parametrize("mutual", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_tls_with_a_key_in_the_certificates_file(tmp_path: Path, mutual: bool) -> None:
     key, certificate, both = (tmp_path / name for name in ("key.pem", "certificate.pem", "both.pem"))
     subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(certificate),

@@ -256,7 +256,7 @@ def conversation(rng: random.Random, history: list[int]) -> list[int]:
     return [*history[:keep], *(rng.randrange(3, 105) for _ in range(rng.randrange(1, 60)))][-140:]
 
 
-@pytest.mark.parametrize("model", ["babyllama-tok105", "gemma3-grouped"])
+@pytest.mark.parametrize("model", [pytest.param("babyllama-tok105", marks=pytest.mark.exhaustive), "gemma3-grouped"])
 def test_the_tree_of_an_engine(model: str, tmp_path: Path) -> None:
     """Full attention, and windows beside it; under eviction, in several namespaces, after a reset and after losses."""
     rng = random.Random(7)

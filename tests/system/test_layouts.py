@@ -267,12 +267,13 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 IN_STAGES = [("ngram", 1, 2, 3 << 18), ("model", 1, 3, 3 << 18), ("suffix", 2, 2, 3 << 17), ("lookahead", 1, 2, 3 << 18),
              ("model", 1, 2, 15 << 16), ("auto", 1, 3, 5 << 16), ("lookahead", 1, 3, 5 << 16)]
-"""(Drafter, ranks that divide each layer, stages, bytes of cache); the first four are run with one kind of parameters each."""
+"""(Drafter, ranks that divide each layer, stages, bytes of cache); the second and the third are run with one kind of
+parameters each."""
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"repetition_penalty": 1.2, "logprobs": 1}]
 
 
 @pytest.mark.parametrize(("drafter", "ranks", "stages", "room", "params"), [
-    pytest.param(*case, params, marks=[] if i < 4 and i % 3 == way else [pytest.mark.exhaustive])
+    pytest.param(*case, params, marks=[] if i in (1, 2) and i % 3 == way else [pytest.mark.exhaustive])
     for i, case in enumerate(IN_STAGES) for way, params in enumerate(WAYS)], ids=str)
 def test_drafts_in_stages(drafter: str, ranks: int, stages: int, room: int, params: dict[str, Any]) -> None:
     """The first stage drafts for all of them; of rows that change hands, too, whose tokens come from the last one."""
@@ -283,7 +284,7 @@ def test_drafts_in_stages(drafter: str, ranks: int, stages: int, room: int, para
     assert stats.preemptions > 0 and stats.accepted_tokens > (0 if params else 50)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_predictions_in_stages(stages: int) -> None:
     """The host's drafts, some of them wrong: the next step of their sequence begins where only the last stage knows."""
     wanted, _ = undivided()
@@ -304,11 +305,11 @@ LATE: dict[str, dict[str, Any]] = {
 
 OF_LAST = [("eagle", 1, 3), ("tree", 2, 2), ("mtp", 1, 2), ("ruled", 1, 2), ("eagle", 2, 2), ("tree", 1, 3),
            ("model-tree", 1, 2), ("ahead", 1, 2), ("mtp", 2, 2), ("ruled", 1, 3)]
-"""(Drafter, ranks that divide each layer, stages); the first four are run, greedy and drawn by turns."""
+"""(Drafter, ranks that divide each layer, stages); the first and the second are run, greedy and drawn."""
 
 
 @pytest.mark.parametrize(("drafter", "ranks", "stages", "params"), [
-    pytest.param(*case, params, marks=[] if i < 4 and (i % 2 == way or case[0] == "ruled") else [pytest.mark.exhaustive])
+    pytest.param(*case, params, marks=[] if i < 2 and i % 2 == way else [pytest.mark.exhaustive])
     for i, case in enumerate(OF_LAST) for way, params in enumerate(WAYS[:1 if case[0] == "ruled" else 2])], ids=str)
 def test_drafts_of_the_last_stage(drafter: str, ranks: int, stages: int, params: dict[str, Any]) -> None:
     """Hidden states of earlier stages reach the head, drafts and their trees all stages; as many are right as on one rank."""
@@ -374,7 +375,7 @@ def over_contexts(folder: Path | str, ranks: int, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(("case", "ranks"), [
-    (case, ranks) if (i + at) % 16 == 0 else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
+    (case, ranks) if (i + at) % 32 == 0 else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
     for i, case in enumerate(CASES) for at, ranks in enumerate(CONTEXTS)], ids=lambda found: getattr(found, "name", found))
 def test_every_shape_of_every_family_by_contexts(case: Case, ranks: int, tmp_path: Path) -> None:
     make(case, tmp_path)
@@ -423,7 +424,7 @@ def test_contexts_beside_tensors_and_stages() -> None:
     wide.close()
 
 
-@pytest.mark.parametrize("name", ["canary", "canary-mla"])
+@pytest.mark.parametrize("name", [pytest.param("canary", marks=pytest.mark.exhaustive), "canary-mla"])
 def test_draft_models_beside_contexts(name: str) -> None:
     """Each rank has the whole of a draft model's cache."""
     folder = "canary" if name == "canary" else ASSETS / name
@@ -452,10 +453,10 @@ def weights(drafter: Any) -> int:
 
 
 @pytest.mark.parametrize(("name", "ranks", "more"), [
-    ("canary-draft", 2, {}), ("medusa", 3, {}), ("canary-eagle", 3, {}), ("canary-draft", 2, {"pipeline_parallel_size": 2}),
-    ("canary-draft", 2, {"context_parallel_size": 2, "block_size": 4}),
-    *(pytest.param(name, ranks, {}, marks=pytest.mark.exhaustive) for name, ranks in (("canary-draft", 3), ("medusa", 2)))],
-    ids=str)
+    ("canary-draft", 2, {"pipeline_parallel_size": 2}), ("medusa", 3, {}),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+        ("canary-draft", 2, {}), ("canary-draft", 2, {"context_parallel_size": 2, "block_size": 4}), ("canary-draft", 3, {}),
+        ("medusa", 2, {}), ("canary-eagle", 3, {})))], ids=str)
 def test_ranks_divide_a_drafters_weights(name: str, ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
     """Or each has all of them. Answers are the same, and drafts as often right."""
     folder = medusa(tmp_path / "medusa") if name == "medusa" else ASSETS / name
@@ -474,7 +475,8 @@ def test_ranks_divide_a_drafters_weights(name: str, ranks: int, more: dict[str, 
     assert sizes[1] < 0.8 * sizes[0]
 
 
-@pytest.mark.parametrize(("drafter", "stages"), [("eagle", 2), ("mtp", 1), ("skip", 1), ("many", 1)])
+@pytest.mark.parametrize(("drafter", "stages"), [
+    ("eagle", 2), ("mtp", 1), *(pytest.param(drafter, 1, marks=pytest.mark.exhaustive) for drafter in ("skip", "many"))])
 def test_drafts_beside_contexts(drafter: str, stages: int) -> None:
     """Hidden states of all tokens reach heads, also of prompts that ranks divide, and so do long drafts: planned ahead, too."""
     drafting: dict[str, Any] = {"draft_policy": "fixed", "num_speculative_tokens": 12 if drafter == "many" else 3,
@@ -499,7 +501,7 @@ BALANCED = {"enable_eplb": True, "eplb_config": {"step_interval": 2, "num_redund
 
 
 @pytest.mark.parametrize(("case", "ranks"), [
-    (case, ranks) if i % 2 == at and case in FAMILIES else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
+    (case, ranks) if i % 4 == at and case in FAMILIES else pytest.param(case, ranks, marks=pytest.mark.exhaustive)
     for i, case in enumerate(MIXTURES) for at, ranks in enumerate((2, 4))], ids=lambda found: getattr(found, "name", found))
 def test_experts_over_ranks(case: Case, ranks: int, tmp_path: Path) -> None:
     if not mixture(case, tmp_path):

@@ -103,6 +103,7 @@ def test_the_commands_show_a_servers_models(capsys: pytest.CaptureFixture[str], 
         assert "'three' is not served here" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_versions_share_a_name() -> None:
     with served("chat=canary%3", *SMALL, more=(f"chat={ASSETS / 'canary-window'}%1",)) as server:
         assert server.http.get("/v1/models").json()["data"][0]["id"] == "chat"
@@ -282,6 +283,7 @@ def test_adapters_of_a_folder_belong_to_the_model_that_they_name(tmp_path: Path)
         assert say(server, "pirate").status_code == 200, "its model came back with it"
 
 
+@pytest.mark.exhaustive
 def test_a_batch_of_several_models_loads_each_once(tmp_path: Path) -> None:
     """Lines that take turns in the file do not take turns in memory."""
     lines = [{"custom_id": str(place), "method": "POST", "url": "/v1/completions", "body": {

@@ -241,6 +241,7 @@ def test_ranks_that_wait_for_ever_are_lost(blocked: Callable[[str], None]) -> No
     assert all(rank.process is not None and rank.process.poll() is not None for rank in group.ranks)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_compute_for_long_are_not_lost(blocked: Callable[[str], None]) -> None:
     with llm() as one:
         wanted = tokens(one)
@@ -366,6 +367,7 @@ def test_lost_ranks_are_started_again(which: int, how: signal.Signals, flags: tu
         assert ("killed by SIGKILL" if how == signal.SIGKILL else "SIGSTOP") in server.log
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_lost_again_and_again_ends_the_server() -> None:
     flags = ("--tensor-parallel-size", "2", "--max-model-len", "512", "--device", "cpu", "--restart", "ranks")
     with served("canary", *flags) as server:

@@ -129,7 +129,8 @@ def test_tokens_of_long_prompts_go_to_the_engines_of_their_experts(tmp_path: Pat
     assert asyncio.run(_answers(several, prompts)) == [wanted[0], *wanted, wanted[-1]]
 
 
-@pytest.mark.parametrize("tensors", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensors", [1, 2])
 def test_engines_that_share_experts_have_adapters(tensors: int, tmp_path: Path) -> None:
     """Of all but the experts."""
     case, folder = next(case for case in CASES if case.kind == "Qwen3Moe"), tmp_path / "model"
@@ -218,6 +219,7 @@ def _below(pid: int, module: str) -> list[int]:
     return sorted(child for child in children if module in _command(child))
 
 
+@pytest.mark.exhaustive
 def test_replicas_of_several_ranks_do_not_meet_each_other() -> None:
     """Nor does a replica that starts again, whenever one of its ranks was lost, meet what the last start left behind."""
     with LLM("canary", device="cpu", max_model_len=512) as llm:

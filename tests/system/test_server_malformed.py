@@ -24,7 +24,7 @@ from tests.data import MODELS, need
 from tests.system.served import TEMPLATE, Served, error_of, served
 
 GENERATED = int(os.environ.get("PENSTOCK_TEST_GENERATED", "400"))
-SENT = [GENERATED // 3, pytest.param(GENERATED, marks=pytest.mark.exhaustive)]
+SENT = [GENERATED // 6, pytest.param(GENERATED, marks=pytest.mark.exhaustive)]
 """How many `make test` sends to the four routes of text, and `make test-all`."""
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"

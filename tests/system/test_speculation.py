@@ -349,7 +349,7 @@ def test_constrained_answers_are_drafted_for_and_equal(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("options", [
-    {"speculative_model": DRAFT, "num_speculative_tokens": 9},
+    pytest.param({"speculative_model": DRAFT, "num_speculative_tokens": 9}, marks=pytest.mark.exhaustive),
     {"speculative_config": {"model": DRAFT, "speculative_eagle_topk": 3, "speculative_num_steps": 3}}], ids=["chain", "tree"])
 def test_budgets_of_thinking_end_within_drafts(options: dict[str, Any], plain: Plain) -> None:
     """Drafts beyond the budget, which its forced end or the model's own ends before; of one token and of two. In half of the
@@ -585,7 +585,8 @@ def test_rejection_changes_no_greedy_answer_and_repeats_itself(case: tuple[str, 
 STORIES = [[{"role": "user", "content": f"Tell me a story about a {word}"}] for word in ("fox", "boat")]
 
 
-@pytest.mark.parametrize(("draft", "branches"), [(EAGLE, 4), (DRAFT, 2)], ids=["eagle3", "model"])
+@pytest.mark.parametrize(("draft", "branches"), [(EAGLE, 4), pytest.param(DRAFT, 2, marks=pytest.mark.exhaustive)],
+                         ids=["eagle3", "model"])
 def test_trees_change_no_answer_and_keep_more(draft: str, branches: int, plain: Plain) -> None:
     """Texts that go on behind their end, where drafts are often wrong. Rows with penalties have chains in the same batch."""
     kept, said = [], []

@@ -65,7 +65,7 @@ def test_the_message_of_a_forced_call(client: openai.OpenAI, choice: Any) -> Non
     assert gathered(client.chat.completions.create(**asked, max_tokens=2, stream=True)) == ("", [], "length")
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_canary_calls_the_right_tool(client: openai.OpenAI, streamed: bool) -> None:
     items = [calling.call(Random(seed), 0.3) for seed in range(40)]
     good = 0

@@ -248,7 +248,8 @@ def test_refused_routes(server: Served) -> None:
     assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
 
 
-@pytest.mark.parametrize("more", [(), ("--tensor-parallel-size", "2")])
+@pytest.mark.parametrize("more", [
+    (), pytest.param(("--tensor-parallel-size", "2"), marks=pytest.mark.exhaustive)])
 def test_profiles(more: tuple[str, ...], tmp_path: Path) -> None:
     """A trace with rows of each rank has the operations of the steps between, and no others."""
     with served("canary", "--torch-profiler-dir", str(tmp_path / "traces"), "--max-model-len", "64", *more) as server:

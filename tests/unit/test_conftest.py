@@ -29,6 +29,7 @@ def test_more(number): stay(f"more {file}")
 """
 
 
+@pytest.mark.exhaustive
 def test_serial_tests_run_alone(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     shutil.copy(HERE.parents[1] / "conftest.py", tmp_path)

@@ -174,7 +174,7 @@ for path in pathlib.Path(sys.argv[1]).rglob("*.py"):
 """
 
 
-@pytest.mark.parametrize("minor", [12, 13, 14])
+@pytest.mark.parametrize("minor", [14, *(pytest.param(minor, marks=pytest.mark.exhaustive) for minor in (12, 13))])
 def test_other_versions_of_python_compile_it(minor: int) -> None:
     """Without a warning, and with standard modules that they have. Where such an interpreter is installed."""
     found = [*(Path.home() / ".pyenv/versions").glob(f"3.{minor}.*/bin/python"), shutil.which(f"python3.{minor}")]

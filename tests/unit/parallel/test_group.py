@@ -42,7 +42,7 @@ _RANK = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_messages_that_travel_while_ranks_compute(ranks: int, tmp_path: Path) -> None:
     """They arrive in the order in which they are waited for, with the bits of those that are waited for at once."""
     found = [subprocess.Popen([sys.executable, "-c", _RANK, str(rank), str(ranks), str(tmp_path)], text=True,

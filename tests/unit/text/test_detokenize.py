@@ -31,7 +31,7 @@ def random_ids(cuts: random.Random, size: int, specials: list[int]) -> list[int]
 
 
 @pytest.mark.parametrize("name", real.SMALL + real.FULL)
-@pytest.mark.parametrize("skip", [True, False], ids=["skip", "show"])
+@pytest.mark.parametrize("skip", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["skip", "show"])
 def test_random_ids_stream_as_the_library_decodes(name: str, skip: bool) -> None:
     tokenizer, oracle, cuts = real.load(name), real.library(name), random.Random(7)
     for _ in range(600):

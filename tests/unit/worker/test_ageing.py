@@ -50,7 +50,7 @@ def test_pages_come_back_as_their_coding_has_them() -> None:
 
 def test_evicted_pages_are_smaller_and_come_back() -> None:
     """Right answers survive 4 bits, and pages of three times as many tokens fit into the same host memory."""
-    items = [item for skill in SKILLS for item in prompts(skill, 4)]
+    items = [item for skill in SKILLS for item in prompts(skill, 2)]
     right, kept = {}, {}
     for codec in ("auto", "aged"):
         with LLM("canary", device="cpu", threads=1, kv_cache_dtype=codec, cache_host_bytes=16 << 20, cache_load="always",
