@@ -42,13 +42,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    if config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"):
-        return config
-    given = config.get("compression_config")
+    inner = config["text_config"].get("quantization_config") if isinstance(config.get("text_config"), dict) else None
+    given = config.get("quantization_config") or inner or config.get("compression_config")
     for name, method in _BESIDE.items():
         if not given and (folder / name).is_file():
             given = {"quant_method": method, **read_json(folder / name)}
-    return {**config, "quantization_config": given} if given else config
+    if given and not isinstance(given, dict):
+        raise ModelError(f"{folder}: quantization_config is {given!r}; possible is an object with a quant_method")
+    return config if inner or not given else {**config, "quantization_config": given}
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -58,13 +58,14 @@ def requested(config: dict[str, Any], folder: Path, wanted: CacheAsked) -> dict[
 def stated(config: Mapping[str, Any]) -> str | None:
     """The codec that a checkpoint says its scales are for; None if it says nothing. ModelError: one that is not known."""
     given = config.get("quantization_config") or {}
-    scheme = given.get("kv_cache_scheme") or given.get("kv_cache_quant_algo") or (
-        given.get("quantization") or {}).get("kv_cache_quant_algo")
+    inner = given.get("quantization")
+    given = {**inner, **given} if isinstance(inner, Mapping) else given
+    scheme = given.get("kv_cache_scheme") or given.get("kv_cache_quant_algo")
     if not scheme:
         return None
     if isinstance(scheme, Mapping):
-        kind = scheme.get("type", "float"), scheme.get("num_bits", 8), bool(scheme.get("dynamic"))
-        found = {("float", 8, False): "fp8", ("float", 8, True): "fp8_per_token_head", ("int", 8, True): "int8"}.get(kind)
+        kind = str(scheme.get("type", "float")), str(scheme.get("num_bits", 8)), bool(scheme.get("dynamic"))
+        found = {("float", "8", False): "fp8", ("float", "8", True): "fp8_per_token_head", ("int", "8", True): "int8"}.get(kind)
     else:
         found = {"FP8": "fp8", "STATIC": "fp8", "NVFP4": "nvfp4"}.get(str(scheme).upper())
     if found is None:
@@ -81,7 +82,7 @@ def _given(scales: Mapping[str, str]) -> dict[str, list[float]]:
         found = {name: float(value) for name, value in scales.items()}
     except ValueError:
         found = {}
-    if found.keys() != {"k", "v"} or min(found.values()) <= 0:
+    if found.keys() != {"k", "v"} or not all(0 < one < float("inf") for one in found.values()):
         raise ConfigError(f"kv_cache_scales is {scales}; it takes two numbers above 0, as k=0.02,v=0.05")
     return {"*": [found["k"], found["v"]]}
 

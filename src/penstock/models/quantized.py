@@ -71,7 +71,6 @@ _FOLDED = (("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_at
 """Matrices of the same inputs, and the norm or matrix before them that takes the reciprocals of their scales."""
 _FOLDING = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Families of which that is true."""
-METHODS = ("gptq", "awq", "smoothquant")
 
 
 def plain(folder: Path, scheme: str, rules: Mapping[str, str], dtype: str) -> tuple[dict[str, Any], Translated]:

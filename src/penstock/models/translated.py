@@ -80,8 +80,7 @@ class Checkpoint:
 
 def stored_dtype(name: str) -> torch.dtype:
     """The torch type of a safetensors type."""
-    found = getattr(torch, TORCH_NAMES[name])
-    assert isinstance(found, torch.dtype)
+    found: torch.dtype = getattr(torch, TORCH_NAMES[name])
     return found
 
 
@@ -161,6 +160,8 @@ class Translated(Checkpoint):
         for name, module in self._modules.items():
             for part in module.form.scheme.parts(module.n, module.k, dtype):
                 shown = f"{name}.{part.suffix}"
+                if shown in self.tensors:
+                    raise ModelError(f"{folder}: {shown} is there; {module.form.scheme.name} has no such tensor")
                 same = module.form.same.get(part.suffix)
                 if same is not None:
                     self.tensors[shown] = dataclasses.replace(module.raw[same], name=shown, arranged=reader.arranged)
@@ -189,7 +190,7 @@ class Translated(Checkpoint):
             ending, suffix = next((pair for pair in endings if name.endswith(pair[0])), ("", "weight" if reader.bare else ""))
             stem = name.removesuffix(ending)
             if suffix and stem not in forms:
-                self.linears += [stem] if len(stored.shape) == 2 and "embed" not in stem else []
+                self.linears += [stem] if len(stored.shape) > 1 and "embed" not in stem else []
                 forms[stem] = _form_of(stem, rules, reader, shapes)
             found = forms.get(stem) if suffix else None
             if found is None:

@@ -106,8 +106,7 @@ def outside_linears(module: str) -> bool:
 
 def setting(config: Mapping[str, Any], name: str, possible: Iterable[Any], default: Any = None) -> Any:
     """A value that must be one of a few. ModelError names it."""
-    value = config.get(name)
-    value = default if value is None else value
+    value = default if config.get(name) is None else config[name]
     possible = list(possible)
     if value not in possible:
         raise ModelError(f"quantization_config: {name} is {value!r}; possible are {', '.join(map(repr, possible))}")

@@ -10,6 +10,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.ops.bits import pack
+from penstock.quant.form import outside_linears
 from penstock.quant.fp8 import FP8
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MX, NVFP4
@@ -67,8 +68,9 @@ def config(schemes: Mapping[str, Scheme], plain: list[str]) -> dict[str, Any]:
     for place, (scheme, modules) in enumerate(kinds.items()):
         form, weights, inputs = _described(scheme)
         forms.add(form)
-        groups[f"group_{place}"] = {"targets": ["Linear"] if len(kinds) == 1 else modules, "weights": weights,
-                                    "input_activations": inputs, "output_activations": None, "format": form}
+        # To readers heads and routers are plain unless they are named.
+        groups[f"group_{place}"] = {"targets": modules if len(kinds) > 1 or any(map(outside_linears, modules)) else ["Linear"],
+                                    "weights": weights, "input_activations": inputs, "output_activations": None, "format": form}
     return {"quant_method": "compressed-tensors", "format": forms.pop() if len(forms) == 1 else "mixed-precision",
             "quantization_status": "compressed", "config_groups": groups, "ignore": plain, "kv_cache_scheme": None}
 

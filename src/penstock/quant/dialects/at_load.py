@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.core.errors import ConfigError, ModelError
+from penstock.core.errors import ConfigError
 from penstock.quant.form import FLOATS, Form, Given, Reader, named, outside_linears
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
@@ -39,6 +39,7 @@ SCHEMES: dict[str, Callable[[int], Scheme | None]] = {
     "nvfp4": _blocks(NVFP4(divides=True)), "nf4": _blocks(Table4("nf4")), "fp4": _blocks(Table4("fp4")),
     **{kind: _blocks(GGUF(kind), GGUF(_SMALLER.get(kind, kind))) for kind in ENCODERS}}
 """By the names of the option: the scheme for rows of k columns, or None where it has no whole blocks of them."""
+_LAYERS = "num_hidden_layers", "num_layers", "n_layers", "n_layer"
 
 
 def requested(config: dict[str, Any], scheme: str | None, rules: Mapping[str, str]) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def requested(config: dict[str, Any], scheme: str | None, rules: Mapping[str, st
         if name not in SCHEMES and name != PLAIN:
             raise ConfigError(f"quantization: {name!r} is not known; possible are {', '.join(SCHEMES)}, and {PLAIN} in rules")
     return {**config, "quantization_config": {"quant_method": AtLoad.methods[0], "scheme": scheme, "rules": dict(rules),
-                                              "layers": config.get("num_hidden_layers") or config.get("n_layer") or 0}}
+                                              "layers": next(filter(None, map(config.get, _LAYERS)), 0)}}
 
 
 class AtLoad(Reader):
@@ -67,8 +68,6 @@ class AtLoad(Reader):
     bare = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        if config["scheme"] not in SCHEMES:
-            raise ModelError(f"quantization_config: scheme is {config['scheme']!r}; possible are {', '.join(SCHEMES)}")
         self._scheme: str = config["scheme"]
         self._rules: Mapping[str, str] = config["rules"]
         self._layers = int(config["layers"])
@@ -82,7 +81,7 @@ class AtLoad(Reader):
         return Form(scheme, (Given("weight", FLOATS, ((n, k),)),), lambda raw: scheme.encode(raw["weight"].float()), plain=True)
 
     def _fits(self, module: str, pattern: str) -> bool:
-        layer = re.search(r"\.?(?:layers|h)\.([0-9]+)\.", module)
         if pattern in ("first", "last"):
+            layer = re.search(r"\b(?:layers|h|blocks)\.([0-9]+)\.", module)
             return layer is not None and int(layer[1]) == (0 if pattern == "first" else self._layers - 1)
         return named(module, [pattern])

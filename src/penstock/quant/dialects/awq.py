@@ -42,8 +42,7 @@ class AWQ(Reader):
     def __init__(self, config: Mapping[str, Any]) -> None:
         setting(config, "bits" if "bits" in config else "w_bit", (4,))
         setting(config, "version", ("gemm", "GEMM"), "gemm")
-        group = int(config.get("group_size") or config.get("q_group_size") or -1)
-        self._group = 0 if group == -1 else group
+        self._group = max(0, int(config.get("group_size") or config.get("q_group_size") or 0))
         self._zeros = bool(config.get("zero_point", True))
         self._plain = config.get("modules_to_not_convert") or []
 

@@ -69,6 +69,6 @@ class _BitsAndBytes(Reader):
         self._plain = ["lm_head"] if config.get("llm_int8_skip_modules") is None else config["llm_int8_skip_modules"]
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        if outside_linears(module) or named(module, self._plain):
+        if (outside_linears(module) and not module.endswith("lm_head")) or named(module, self._plain):
             return None
         return _eight(n, k) if self._eight else _four(n, k, self._kind, self._nested, self._storage)

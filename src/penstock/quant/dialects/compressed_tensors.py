@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from penstock.core.errors import ModelError
-from penstock.ops.bits import pack
+from penstock.ops.bits import pack, unpack
 from penstock.quant.activations import Activation
 from penstock.quant.dialects.fp8 import by_blocks, by_rows
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
@@ -24,15 +25,18 @@ _ROUNDINGS = {"int": "int8", "float": "float8_e4m3fn"}
 
 
 def _words(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """int32 words along the last axis, 32 // bits codes in each, as `count` codes."""
+    """int32 words along the last axis as `count` codes: a stream of bits, or as older versions wrote 3 bits, ten codes each."""
+    if packed.shape[-1] == -(-count * bits // 32):
+        filled = F.pad(packed, (0, -packed.shape[-1] % bits)).contiguous()
+        return unpack(filled.view(torch.uint8), bits)[..., :count]
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
     return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2)[..., :count].to(torch.uint8)
 
 
 def _packed(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: bool, dtype: str) -> Form:
     """Codes in int32 words along the inputs; the middle code stands for 0."""
-    groups, each = -(-k // group) if group else 1, 32 // bits
-    middle = 1 << bits - 1
+    groups, middle = -(-k // group) if group else 1, 1 << bits - 1
+    words, zeros = ((-(-count * bits // 32), -(-count // (32 // bits))) for count in (k, n))
 
     def parts(raw: Tensors) -> dict[str, torch.Tensor]:
         codes = _words(raw["weight_packed"], bits, k)
@@ -51,9 +55,9 @@ def _packed(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: 
     if k % 8 or middle > 128:
         raise ModelError(f"a matrix [{n}, {k}] cannot be stored in codes of {bits} bits")
     return Form(Grouped(bits, group, "" if symmetric else "uint8", dtype, ordered),
-                (Given("weight_packed", ("int32",), ((n, -(-k // each)),)),
+                (Given("weight_packed", ("int32",), tuple((n, wide) for wide in words)),
                  Given("weight_scale", FLOATS, ((n, groups), (n,)) if groups == 1 else ((n, groups),)),
-                 Given("weight_zero_point", ("int32",), ((-(-n // each), groups),), optional=symmetric),
+                 Given("weight_zero_point", ("int32",), tuple((tall, groups) for tall in zeros), optional=symmetric),
                  Given("weight_g_idx", ("int32",), ((k,),), optional=True),
                  Given("weight_shape", ("int64", "int32"), ((2,),), optional=True)), parts)
 
@@ -75,12 +79,24 @@ def int8_rows(n: int, k: int, activation: Activation) -> Form:
         *(Given(name, ("int8", "int32"), optional=True) for name in zeros)), parts, {"weight": "weight"})
 
 
-def _by_groups(n: int, k: int, group: int, dtype: str) -> Form:
-    """int8 codes as they are, with a scale for each group."""
-    return Form(Grouped(8, group, scales=dtype), (
-        Given("weight", ("int8",), ((n, k),)), Given("weight_scale", FLOATS, ((n, -(-k // group)),)),
-        Given("weight_zero_point", ("int8",), optional=True)),
-        lambda raw: {"weight": (raw["weight"].int() + 128).to(torch.uint8), "scale": raw["weight_scale"].contiguous()})
+def signed(n: int, k: int, bits: int, group: int, dtype: str, *, symmetric: bool = True,
+           names: tuple[str, str, str] = ("weight", "weight_scale", "weight_zero_point")) -> Form:
+    """Codes of up to 8 bits, each in a byte, with a scale and a zero point for each group (0: for each row)."""
+    stored = next((possible for possible in (2, 3, 4, 8) if possible >= bits), 8)
+    groups, middle, (codes, scale, zeros) = -(-k // group) if group else 1, 1 << stored - 1, names
+
+    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
+        zero = raw[zeros].int().view(n, groups) if zeros in raw else torch.zeros(1, dtype=torch.int32)
+        found = {"weight": pack((raw[codes].int() + middle).to(torch.uint8), stored),
+                 "scale": raw[scale].contiguous().view(n, groups)}
+        if symmetric and bool(zero.any()):
+            raise ModelError("quantization_config: the mapping is symmetric, but zero points differ from 0")
+        return found if symmetric else {**found, "zero": (zero + middle).to(torch.uint8)}
+
+    shapes = ((n, groups), (n,)) if groups == 1 else ((n, groups),)
+    return Form(Grouped(stored, group, "" if symmetric else "uint8", dtype), (
+        Given(codes, ("int8",), ((n, k),)), Given(scale, FLOATS, shapes),
+        Given(zeros, ("int8", "int32"), shapes, optional=symmetric)), parts)
 
 
 def nvfp4(n: int, k: int, packed: str, over: str, inputs: str, *, divides: bool) -> Form:
@@ -115,8 +131,7 @@ class _CompressedTensors(Reader):
         if kind not in (None, "dense"):
             raise ModelError(f"quantization_config: sparsity_config's format is {kind!r}; possible is 'dense'")
         if config.get("transform_config"):
-            raise ModelError("quantization_config: transform_config (rotations of activations) is not supported; take a "
-                             "checkpoint without transforms")
+            raise ModelError("quantization_config: transform_config (rotations of activations) is given; possible is none")
 
     def form(self, module: str, n: int, k: int) -> Form | None:
         if named(module, self._ignored):
@@ -135,9 +150,9 @@ class _CompressedTensors(Reader):
         weights, kind = group["weights"], group.get("format") or self._format
         bits = setting(weights, "num_bits", (2, 3, 4, 8), 8)
         floating = setting(weights, "type", ("int", "float"), "int") == "float"
-        strategy = setting(weights, "strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor")
-        size, symmetric = int(weights.get("group_size") or 0), bool(weights.get("symmetric", True))
-        size = 0 if strategy == "channel" else size
+        size, symmetric = max(0, int(weights.get("group_size") or 0)), bool(weights.get("symmetric", True))
+        strategy = setting(weights, "strategy", ("tensor", "channel", "group", "block", "tensor_group"),
+                           "group" if size else "channel" if weights.get("group_size") else "tensor")
         if kind == "dense":
             return None
         if kind == "nvfp4-pack-quantized" or (floating and strategy == "tensor_group"):
@@ -157,7 +172,7 @@ class _CompressedTensors(Reader):
                                     ordered=weights.get("actorder") in ("group", "dynamic", True)), module, group)
         elif not floating and bits == 8 and symmetric and strategy in ("tensor", "channel", "group"):
             if strategy == "group":
-                return _rounded(_by_groups(n, k, size, self._dtype), module, group)
+                return _rounded(signed(n, k, bits, size, self._dtype), module, group)
             return int8_rows(n, k, _activation(group.get("input_activations"), "int"))
         raise ModelError(f"quantization_config: format {kind!r} with weights of {bits} bits, type {weights.get('type')!r}, "
                          f"strategy {strategy!r}, symmetric {symmetric} is not known; formats are {', '.join(_FORMATS)}")

@@ -72,10 +72,9 @@ class GPTQ(Reader):
                 config |= values
                 break
         is_head = module.rpartition(".")[2] in ("lm_head", "embed_out")
-        if (is_head and not self._head) or (not is_head and outside_linears(module)):
+        listed = self._head if is_head else self._only is None or named(module, self._only)
+        if not listed or (not is_head and outside_linears(module)):
             return None
-        if self._only is not None and not is_head and not named(module, self._only):
-            return None
-        bits, group = setting(config, "bits", (2, 3, 4, 8)), int(config.get("group_size") or -1)
-        return form(n, k, bits, 0 if group == -1 else group, symmetric=bool(config.get("sym", True)),
+        group = max(0, int(config.get("group_size") or 0))
+        return form(n, k, setting(config, "bits", (2, 3, 4, 8)), group, symmetric=bool(config.get("sym", True)),
                     ordered=bool(config.get("desc_act", False)), older=self._older)

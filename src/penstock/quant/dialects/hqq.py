@@ -73,11 +73,8 @@ class _HQQ(Reader):
         if not given or tag in self._plain or (outside_linears(module) and tag != "lm_head"):
             return None
         for name in ("scale_quant_params", "zero_quant_params"):
-            if given.get(name):
-                raise ModelError(f"quantization_config: {name} is {given[name]}; possible is null (scales and zeros that are "
-                                 "not quantized themselves)")
+            setting(given, name, (None, {}))  # else they are quantized themselves
         weight = given.get("weight_quant_params") or {}
         bits, axis = setting(weight, "nbits", _STORED, 4), setting(weight, "axis", (0, 1), 0)
-        if not weight.get("channel_wise", True):
-            raise ModelError("quantization_config: channel_wise is false; possible is true")
+        setting(weight, "channel_wise", (True,), True)
         return form(n, k, bits, int(weight.get("group_size") or (k if axis == 1 else n)), axis)

@@ -41,10 +41,8 @@ class _ModelOpt(Reader):
             algorithm, group = _algorithm(found, _ALGORITHMS[:-1]), int(found.get("group_size") or 128)
         elif algorithm is None or named(module, self._plain) or (outside_linears(module) and not module.endswith("lm_head")):
             return None
-        if algorithm == "FP8":
-            return by_rows(n, k, "tensor")
-        if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
-            return by_rows(n, k, "token")
+        if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+            return by_rows(n, k, "tensor" if algorithm == "FP8" else "token")
         if algorithm == "FP8_PB_WO":
             return by_blocks(n, k, (128, 128), "none", "weight_scale")
         block = {"MXFP8": 32, "W4A16_AWQ": group}.get(algorithm, 16)

@@ -22,17 +22,16 @@ class _Quark(Reader):
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._whole: Mapping[str, Any] = config.get("global_quant_config") or {}
         self._layers: Mapping[str, Any] = config.get("layer_quant_config") or {}
-        self._plain = config.get("exclude") or []
+        self._plain = ["lm_head"] if config.get("exclude") is None else config["exclude"]
         self._export: Mapping[str, Any] = config.get("export") or {}
         given = config.get("algo_config") or []
         if any(one.get("r4") or one.get("online_r1_rotation") for one in (given if isinstance(given, list) else [given])):
             raise ModelError("quantization_config: algo_config rotates inputs while the model runs (r4, online_r1_rotation); "
                              "possible are rotations within the weights")
-        if config.get("layer_type_quant_config"):
-            raise ModelError("quantization_config: layer_type_quant_config is not supported; possible is layer_quant_config")
+        setting(config, "layer_type_quant_config", (None, {}))
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        if outside_linears(module) or named(module, self._plain):
+        if (outside_linears(module) and not module.endswith("lm_head")) or named(module, self._plain):
             return None
         config = next((layer for name, layer in self._layers.items() if named(module, [name])), self._whole)
         weight, given = _first(config.get("weight")), _first(config.get("input_tensors"))

@@ -11,33 +11,15 @@ import torch
 from penstock.core.errors import ModelError
 from penstock.ops.bits import pack, unpack
 from penstock.quant.activations import Activation
+from penstock.quant.dialects.compressed_tensors import signed
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, whole
 from penstock.quant.fp8 import FP8
 from penstock.quant.integer import Grouped, Int8
 
-_CODES, _SCALE, _ZERO = (f"._weight_{name}" for name in ("qdata", "scale", "zero_point"))
+_NAMES = _CODES, _SCALE, _ZERO = "._weight_qdata", "._weight_scale", "._weight_zero_point"
 _KINDS = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig",
           "Float8DynamicActivationFloat8WeightConfig", "Int4WeightOnlyConfig", "IntxWeightOnlyConfig",
           "Int8DynamicActivationIntxWeightConfig")
-
-
-def _signed(n: int, k: int, bits: int, group: int, dtype: str, *, symmetric: bool) -> Form:
-    """Codes of up to 8 bits, each in a byte, with a scale and a zero point for each group (0: for each row)."""
-    stored = next((possible for possible in (2, 3, 4, 8) if possible >= bits), 8)
-    groups, middle = k // group if group else 1, 1 << stored - 1
-
-    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
-        zero = raw[_ZERO].int().view(n, groups) if _ZERO in raw else torch.zeros(1, dtype=torch.int32)
-        found = {"weight": pack((raw[_CODES].int() + middle).to(torch.uint8), stored),
-                 "scale": raw[_SCALE].contiguous().view(n, groups)}
-        if symmetric and bool(zero.any()):
-            raise ModelError("quantization_config: the mapping is symmetric, but zero points differ from 0")
-        return found if symmetric else {**found, "zero": (zero + middle).to(torch.uint8)}
-
-    shapes = ((n, groups), (n,)) if groups == 1 else ((n, groups),)
-    return Form(Grouped(stored, group, "" if symmetric else "uint8", dtype), (
-        Given(_CODES, ("int8",), ((n, k),)), Given(_SCALE, FLOATS, shapes),
-        Given(_ZERO, ("int8", "int32"), shapes, optional=symmetric)), parts)
 
 
 def _plain_int4(n: int, k: int, group: int) -> Form:
@@ -96,14 +78,12 @@ class _TorchAO(Reader):
             bits = int(str(said["weight_dtype"]["_data"]).removeprefix("int"))
             share = said.get("weight_granularity" if "Activation" in kind else "granularity")
             mapping = said.get("weight_mapping_type" if "Activation" in kind else "mapping_type") or {"_data": "SYMMETRIC"}
-            return _signed(n, k, bits, _group(share, k), self._dtype, symmetric=mapping["_data"] == "SYMMETRIC")
+            return signed(n, k, bits, _group(share, k), self._dtype, symmetric=mapping["_data"] == "SYMMETRIC", names=_NAMES)
         activation: Activation = "token" if "Dynamic" in kind else "none"
         given = Given(_CODES, ("int8" if kind.startswith("Int8") else "float8_e4m3fn",), ((n, k),))
-        if kind.startswith("Float8"):
-            return Form(FP8(activation), (given, whole(_SCALE, n)), lambda raw: {"scale": by_row(raw[_SCALE], n)},
-                        {"weight": _CODES})
-        group = int(said.get("group_size") or 0) or _group(said.get("granularity"), k)
+        group = int(said.get("group_size") or 0) or (0 if kind.startswith("Float8") else _group(said.get("granularity"), k))
         if group:
-            return _signed(n, k, 8, group, self._dtype, symmetric=True)
-        return Form(Int8(activation), (given, whole(_SCALE, n), Given(_ZERO, ("int8",), ((n, 1), (n,)), optional=True)),
+            return signed(n, k, 8, group, self._dtype, names=_NAMES)
+        return Form(FP8(activation) if kind.startswith("Float8") else Int8(activation), (
+            given, whole(_SCALE, n), Given(_ZERO, ("int8",), ((n, 1), (n,)), optional=True)),
                     lambda raw: {"scale": by_row(raw[_SCALE], n)}, {"weight": _CODES})
