@@ -216,3 +216,16 @@ def test_first_and_last_layers_of_any_family(case: str, tmp_path: Path) -> None:
         if one.scheme is not None and one.name.startswith("blocks."):
             stored.setdefault(int(one.name.split(".")[1]), set()).add(one.scheme.name)
     assert stored[0] == stored[max(stored)] == {"plain"} and "int8" in stored[1]
+
+
+@pytest.mark.parametrize("pattern", ["re:.*linear_attn.*", "*in_proj_qkv", "re:.*self_attn.*", "*.out_proj"])
+def test_layers_of_two_kinds_are_asked_for_by_their_own_names(pattern: str, tmp_path: Path) -> None:
+    """Qwen3.5: lists of plain modules name `linear_attn.in_proj_qkv` or `self_attn.o_proj`, each in layers that have one."""
+    folder = small("qwen3.5-even", tmp_path)
+    config = configured(folder, "int8_weights", {pattern: "plain"})
+    stored = {one.stem: one.scheme.name for one in describe(config).parameters() if one.scheme is not None}
+    linear = {"re:.*linear_attn.*": ("plain", "plain"), "*in_proj_qkv": ("plain", "int8"), "*.out_proj": ("int8", "plain"),
+              "re:.*self_attn.*": ("int8", "int8")}[pattern]
+    assert (stored["blocks.0.attention.input"], stored["blocks.0.attention.out"]) == linear
+    assert stored["blocks.1.attention.o"] == ("plain" if "self_attn" in pattern else "int8")
+    assert logits(folder, config).isfinite().all()

@@ -131,6 +131,8 @@ def _read(path: Path, cursor: _Cursor) -> File:
             raise ModelError(f"{path}: tensor {name} has type {number}, which Penstock does not know; it knows "
                              f"{', '.join(kind for kind, _, _ in SIZES.values())}")
         kind, columns, nbytes = SIZES[number]
+        if name in found:
+            raise ValueError(f"tensor {name} is there twice")
         if not shape or shape[-1] % columns:
             raise ValueError(f"tensor {name} {list(shape)} is not made of whole blocks of {kind}")
         start = base + offset
@@ -175,7 +177,7 @@ ENDS = {"token_embd": "embedding", "token_embd_norm": "embedding.norm", "positio
 _MERGED = {"ffn_up": "mlp.gate_up"}
 _SECOND = {"post_attention_norm": "mlp.pre"}
 _DELTA = {**_SECOND, "attn_qkv": "attention.input", "attn_gate": "attention.z", "ssm_beta": "attention.b",
-          "ssm_alpha": "attention.a", "ssm_out": "attention.o", "ssm_conv1d": "attention.conv", "ssm_norm": "attention.norm",
+          "ssm_alpha": "attention.a", "ssm_out": "attention.out", "ssm_conv1d": "attention.conv", "ssm_norm": "attention.norm",
           "ssm_a": "attention.decay", "ssm_dt.bias": "attention.step", "ssm_ba": "attention.b attention.a",
           "ssm_in": "attention.input attention.z"}
 """Delta nets. Of two names each takes some rows of the tensor."""

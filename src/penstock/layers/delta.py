@@ -28,8 +28,8 @@ class DeltaSpec:
     def input(self) -> LinearSpec:
         """All inputs of the recurrence; if `apart`, queries, keys and values."""
         keys, values = self.shape.key_size, self.shape.shared * self.shape.value_size
-        units = {"q": keys, "k": keys, "v": values} if self.apart else {"qkvz": self.shape.unit, "ba": 2 * self.shape.shared}
-        return self._pieces(units)
+        whole = {"qkvz": self.shape.unit, "ba": 2 * self.shape.shared}
+        return self._pieces({"queries": keys, "keys": keys, "values": values} if self.apart else whole)
 
     @property
     def gates(self) -> LinearSpec:
@@ -45,7 +45,7 @@ class DeltaSpec:
     @property
     def output(self) -> LinearSpec:
         size = self.shape.value_size
-        return LinearSpec(self.shape.heads * size, (Piece("o", self.width),), False, Split.COLUMNS, self.shape.shared * size)
+        return LinearSpec(self.shape.heads * size, (Piece("out", self.width),), False, Split.COLUMNS, self.shape.shared * size)
 
     def share(self, ranks: int) -> "DeltaSpec":
         heads = Piece("k", self.shape.key_heads).room(ranks)
@@ -63,7 +63,7 @@ class DeltaSpec:
         for name in ("decay", "step"):
             yield Parameter(f"{path}.{name}", (shape.heads,), split=Split.ROWS, unit=shape.shared, dtype="float32")
         yield Parameter(f"{path}.norm.weight", (shape.value_size,), rest=1.0)
-        yield from self.output.parameters(f"{path}.o")
+        yield from self.output.parameters(f"{path}.out")
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         shape = self.shape
@@ -83,7 +83,7 @@ class Delta(TokenMixer):
         self.shape = shape = spec.shape
         self.input = Linear(spec.input, f"{path}.input", build)
         self.gates = Linear(spec.gates, f"{path}.gates", build) if spec.apart else None
-        self.o = Linear(spec.output, f"{path}.o", build)
+        self.o = Linear(spec.output, f"{path}.out", build)
         flat = build.values.tensor(f"{path}.conv.weight")
         keys = shape.key_heads * shape.key_size * shape.kernel
         parts = flat.split((keys, keys, len(flat) - 2 * keys))

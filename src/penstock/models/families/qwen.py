@@ -74,7 +74,7 @@ NEXT = (
     *Rule.named("model.layers.#.linear_attn.", {"in_proj_qkvz.*": "attention.qkvz.*", "in_proj_ba.*": "attention.ba.*",
         "in_proj_qkv.*": "attention.input.*", **{f"in_proj_{name}.*": f"attention.{name}.*" for name in "zba"},
         "conv1d.weight": ("attention.conv.weight", flat), "A_log": "attention.decay", "dt_bias": "attention.step",
-        "norm.weight": "attention.norm.weight", "out_proj.*": "attention.o.*"}),
+        "norm.weight": "attention.norm.weight", "out_proj.*": "attention.out.*"}),
     *rules.QWEN_EXPERTS,
     *rules.LLAMA)
 _NEXT_SIZES = {**DEFAULTS, "head_dim": 256, "num_key_value_heads": 2, "moe_intermediate_size": 512, "norm_topk_prob": True,

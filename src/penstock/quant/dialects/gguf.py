@@ -11,7 +11,8 @@ from penstock.quant.form import FLOATS, Form, Given, Reader
 from penstock.quant.gguf import GGUF
 from penstock.quant.scheme import PLAIN
 
-_WHOLE = {**dict.fromkeys("qkv", ("qkv", "input")), "gate": ("gate_up",), "up": ("gate_up",)}
+_WHOLE = {**dict.fromkeys("qkv", ("qkv",)), "queries": ("input",), "keys": ("input",), "values": ("input",),
+          "gate": ("gate_up",), "up": ("gate_up",)}
 """Matrices that files may have of several of a model's."""
 _NORMS = ("pre", "post", "norm", "q_norm", "k_norm")
 
@@ -38,9 +39,9 @@ class _Delta:
 
     def rows(self, name: str) -> tuple[torch.Tensor, int] | None:
         """(the file's row of each of the model's, the file's count) of blocks.N.attention.PART; None: they are the same. Of
-        matrices that read values (o) these are columns."""
+        matrices that read values (out) these are columns."""
         _, block, _, part = (*name.split(".", 3), "", "", "")[:4]
-        if block not in self.blocks or part not in ("input", "z", "b", "a", "conv", "decay", "step", "o"):
+        if block not in self.blocks or part not in ("input", "z", "b", "a", "conv", "decay", "step", "out"):
             return None
         shared = self.heads // self.keys
         for joined, parts, sizes in (("ssm_ba", "b a", (shared,) * 2), ("ssm_in", "q k v z", (
@@ -91,7 +92,7 @@ class _GGUF(Reader):
         plain = kind in ("f32", "f16", "bf16")
         if kind is None or (plain and rows is None):
             return None
-        if self._delta is not None and rows is not None and part == "o":
+        if self._delta is not None and rows is not None and part == "out":
             return _columns(GGUF(kind), n, k, rows[0], self._delta.value_size)
         if rows is not None:
             taken, shape = rows[0], (rows[1], k if plain else GGUF(kind).row_bytes(k))
@@ -123,7 +124,7 @@ class _GGUF(Reader):
         def adjust(tensor: torch.Tensor) -> torch.Tensor:
             if rows is not None:
                 order = rows.to(tensor.device)
-                tensor = tensor[:, order] if part == "o" else tensor.view(len(rows), -1)[order].view(tensor.shape)
+                tensor = tensor[:, order] if part == "out" else tensor.view(len(rows), -1)[order].view(tensor.shape)
             return (-tensor).log() if part == "decay" else tensor
 
         return adjust
