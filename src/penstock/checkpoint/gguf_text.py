@@ -85,7 +85,13 @@ def files_of(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     if kind not in ("gpt2", "llama") or not isinstance(tokens, list):
         raise ModelError(f"tokenizer.ggml.model is {kind!r}; possible are 'gpt2' (BPE) and 'llama' (SPM). Name the model's own "
                          "tokenizer with --tokenizer")
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    lists = {"token_type": types, "scores": metadata.get("tokenizer.ggml.scores", types),
+             "merges": metadata.get("tokenizer.ggml.merges", None if kind == "gpt2" else [])}
+    for name, given in lists.items():
+        if not isinstance(given, list) or (name != "merges" and len(given) != len(tokens)):
+            raise ModelError(f"tokenizer.ggml.{name} is {str(given)[:40]}; possible is a list, of types and scores for each of "
+                             f"the {len(tokens)} tokens. Name the model's own tokenizer with --tokenizer")
     settings = _settings(metadata, tokens, kind)
     found = {"tokenizer_config.json": _json(settings), "generation_config.json": _json(_generation(metadata, tokens, types))}
     if kind == "gpt2":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,41 @@ def test_ends_and_settings(tmp_path: Path) -> None:
     assert ends[0] == 32000 and tokenizer.token_id("<|end|>") in ends
 
 
+@pytest.mark.parametrize(("name", "given"), [
+    ("merges", None), ("merges", 3.5), ("merges", "a b"), ("token_type", [1]), ("token_type", 1), ("scores", [0.5]),
+    ("scores", "x")])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_lists_that_do_not_fit_the_tokens_are_refused(kind: str, name: str, given: object) -> None:
+    """Without merges every text would be cut into bytes, without types no token would be special."""
+    metadata: dict[str, object] = {"tokenizer.ggml.model": kind, "tokenizer.ggml.tokens": ["a", "b", "ab"],
+                                   "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.token_type": [1, 1, 1]}
+    assert files_of(metadata)
+    metadata[f"tokenizer.ggml.{name}"] = given
+    if given is None:
+        del metadata[f"tokenizer.ggml.{name}"]
+        if kind == "llama":
+            assert files_of(metadata)
+            return
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.{name} is .*; possible is a list"):
+        files_of(metadata)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    entry = struct.pack("<Q1sIQIQ", 1, b"a", 1, 8, 0, 0)
+    for count in (1, 2):
+        (tmp_path / "m.gguf").write_bytes((b"GGUF" + struct.pack("<IQQ", 3, count, 0) + entry * count).ljust(160, b"\0"))
+        if count == 1:
+            assert list(gguf.read(tmp_path / "m.gguf").tensors) == ["a"]
+    with pytest.raises(ModelError, match="tensor a is there twice"):
+        gguf.read(tmp_path / "m.gguf")
+
+
 def test_unknown_tokenizers_are_refused() -> None:
     with pytest.raises(ModelError, match=r"tokenizer.ggml.model is 'bert'; possible are 'gpt2'"):
         files_of({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]})
     with pytest.raises(ModelError, match=r"tokenizer.ggml.pre is 'newest'; possible are .*qwen2"):
-        files_of({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "newest", "tokenizer.ggml.tokens": ["a"]})
+        files_of({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "newest", "tokenizer.ggml.tokens": ["a"],
+                  "tokenizer.ggml.merges": []})
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
