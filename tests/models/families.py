@@ -255,7 +255,7 @@ CASES = [
                                           "layer_types": SLIDING, "logit_scale": 0.9}),
     Case("hunyuan3-odd", "HYV3", {**ODD, **MOE, "num_shared_experts": 2}),
     Case("hunyuan3-top-1", "HYV3", {**WIDE, **TIED, **BIASED, **MOE, "num_experts_per_tok": 1, "num_experts": 9,
-                                    "mlp_layer_types": SPARSE_DENSE}),
+                                    "norm_topk_prob": False, "mlp_layer_types": SPARSE_DENSE}),
     Case("mellum-odd", "Mellum", {**ODD, **MOE, "sliding_window": 19, "norm_topk_prob": False, "mlp_layer_types": SPARSE_DENSE,
                                   "layer_types": SLIDING, "rope_parameters": {
                                       "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, **YARN},

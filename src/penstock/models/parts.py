@@ -20,11 +20,11 @@ from penstock.ops.routing import Routing
 
 
 def head_size(config: Config) -> int:
-    """`head_dim`, or else the width shared evenly among the heads."""
+    """`head_dim`, or else (null, too) the width shared evenly among the heads."""
     width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    if "head_dim" not in config.values and width % heads:
+    if config.given.get("head_dim", config.values.get("head_dim")) is None and width % heads:
         raise config.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where no head_dim is stated")
-    return config.integer("head_dim", width // heads)
+    return config.nullable_integer("head_dim", width // heads) or width // heads
 
 
 def rms_norm(config: Config, offset: float = 0.0) -> RMSNormSpec:
@@ -48,7 +48,7 @@ def attention(config: Config, *, rope: RopeSpec | None, scale: float | None = No
     """By `num_attention_heads`, `num_key_value_heads`, `head_dim`. Unless given, the scale is 1 / sqrt(head size) and the
     output has a bias if the rest has. `more`: other fields."""
     heads, size = config.integer("num_attention_heads"), head_size(config)
-    kv_heads = config.integer("num_key_value_heads", heads)
+    kv_heads = config.nullable_integer("num_key_value_heads", heads) or heads
     if heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     return AttentionSpec(config.integer("hidden_size"), heads, kv_heads, size, size**-0.5 if scale is None else scale, rope,

@@ -148,8 +148,9 @@ def minicpm(config: Config) -> ModelSpec:
     config.absent("num_experts")
     layers, width = config.integer("num_hidden_layers"), config.integer("hidden_size")
     more: dict[str, Any] = {
-        "scale": config.number("scale_depth") / layers**0.5, "embedding": family.EmbeddingSpec(config.number("scale_emb")),
-        "head": family.HeadSpec(config.flag("tie_word_embeddings", True), divisor=width / config.number("dim_model_base"))}
+        "scale": (config.nullable_number("scale_depth", 1.4) or layers**0.5) / layers**0.5,
+        "embedding": family.EmbeddingSpec(config.number("scale_emb")), "head": family.HeadSpec(
+            config.flag("tie_word_embeddings", True), divisor=width / (config.nullable_number("dim_model_base", 256) or width))}
     if config.named("MiniCPM3ForCausalLM", "minicpm3"):
         if "v_head_dim" not in config.values:
             config = config.changed(v_head_dim=width // config.integer("num_attention_heads"))
@@ -233,7 +234,8 @@ LIKE = (
           "sliding_window": 8192, "rope_scaling": {**LLAMA3, "factor": 16.0, "rope_theta": 1000000.0}},
          partial(spec, theta=1000000.0, windows=slides(lambda layer: layer % 4 != 0))),
     Like(("Ernie4_5ForCausalLM",), ("ernie4_5",),
-         {"max_position_embeddings": 131072, "head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+         {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5,
+          "tie_word_embeddings": True},
          lambda config: spec(biased(config, False), theta=500000.0, interleaved=True)),
     Like(("ExaoneForCausalLM",), ("exaone",),
          {"max_position_embeddings": 4096, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
@@ -253,8 +255,8 @@ LIKE = (
     Like(("Jais2ForCausalLM",), ("jais2",),
          {"hidden_act": "relu2", "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
          partial(spec, norm=parts.layer_norm, mlp=parts.plain_mlp), rules.LAYER_NORM_LLAMA),
-    Like(("MiniCPMForCausalLM", "MiniCPM3ForCausalLM"), ("minicpm", "minicpm3"),
-         {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    Like(("MiniCPMForCausalLM", "MiniCPM3ForCausalLM"), ("minicpm", "minicpm3"), {"max_position_embeddings": 32768,
+         "rms_norm_eps": 1e-5, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "q_lora_rank": 768},
          minicpm, (*rules.EMBEDDING, *rules.LATENT_ATTENTION, *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)),
     # Mistral 3, of whose checkpoints with vision the text part is used, may be Mistral Small 3, which is Mistral.
     Like(("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), ("ministral3", "mistral3"),

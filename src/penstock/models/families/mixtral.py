@@ -48,13 +48,12 @@ def glm4_moe(config: Config) -> ModelSpec:
 def hunyuan3(config: Config) -> ModelSpec:
     """The same without groups."""
     names = {"num_shared_experts": "n_shared_experts", "router_scaling_factor": "routed_scaling_factor"}
-    return llama.spec(config.renamed(**names), mlps=parts.dense_then_experts, normed="before", theta=11158840.0,
-                      beyond=parts.draft_layers(config))
+    return llama.spec(config.renamed(**names).changed(norm_topk_prob=True), mlps=parts.dense_then_experts, normed="before",
+                      theta=11158840.0, beyond=parts.draft_layers(config))
 
 
 def kolibri1(config: Config) -> ModelSpec:
     """Norms before and after branches; every fifth layer has neither a window nor rotation. Corrected logits pick experts."""
-    config = config.renamed(num_local_experts="num_experts")
     routing = parts.routing(config, "sigmoid_after", normalise=config.flag("norm_topk_prob", False), corrected=True)
     mixture = parts.experts(config, routing, shared_inner=config.integer("shared_expert_intermediate_size"))
     return llama.spec(config, mlps=lambda _config: mixture, normed="before", post=True, full={"rope": None},
@@ -137,7 +136,7 @@ def cohere2(config: Config) -> ModelSpec:
 def ernie4_5(config: Config) -> ModelSpec:
     """Interleaved rotation, experts by corrected softmax from some layer on, and shared ones."""
     bias, layers = config.flag("use_bias", False), config.integer("num_hidden_layers")
-    config = llama.biased(config, False).changed(num_experts_per_tok=config.integer("moe_k"))
+    config = llama.biased(config, False).renamed(moe_k="num_experts_per_tok")
     routing = parts.routing(config, normalise=True, corrected=True, least=config.number("moe_norm_min", 1e-12))
     shared = config.integer("moe_num_shared_experts", least=0) * config.integer("moe_intermediate_size")
     mixture = replace(parts.experts(config, routing, shared_inner=shared), shared_bias=bias)
@@ -167,8 +166,7 @@ def _of_each(config: Config, name: str, default: int) -> list[int]:
     """A value that configs state once, or for each layer."""
     layers = config.integer("num_hidden_layers")
     if isinstance(config.values.get(name), list):
-        found = config.listing(name, layers, lambda value: isinstance(value, int) and value > 0, "a whole number above 0")
-        return found or []
+        return config.listing(name, layers, lambda each: isinstance(each, int) and each > 0, "a whole number above 0") or []
     return [config.integer(name, default)] * layers
 
 
@@ -228,7 +226,8 @@ HUNYUAN = (
     *rules.EXPERTS,
     *llama.HUNYUAN)
 HUNYUAN3 = (
-    *Rule.named("model.layers.#.mlp.", {"router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction", **_SHARED}),
+    *Rule.named("model.layers.#.mlp.", {"router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction",
+        "e_score_correction_bias": "mlp.correction", **_SHARED}),
     *rules.EXPERTS,
     *rules.LLAMA)
 ERNIE = (
@@ -239,11 +238,9 @@ ERNIE = (
     *rules.LLAMA)
 PHI = (
     *rules.MIXTRAL_EXPERTS,
-    Rule("model.layers.#.input_layernorm.bias", "blocks.#.attention.pre.bias"),
-    Rule("model.layers.#.post_attention_layernorm.bias", "blocks.#.mlp.pre.bias"),
-    Rule("model.norm.bias", "norm.bias"),
+    Rule("model.layers.#.mlp.router.weight", "blocks.#.mlp.router.weight"),
     Rule("lm_head.bias", "head.bias"),
-    *rules.LLAMA)
+    *rules.LAYER_NORM_LLAMA)
 GLM = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_routed_experts": 128,
        "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1408,
        "attention_out_bias": False}
@@ -265,13 +262,14 @@ LIKE = (
           "shared_expert_combination_strategy": "average"}, cohere2, EXPERTS),
     Like(("HYV3ForCausalLM",), ("hy_v3",),
          {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
-          "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
+          "num_local_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
           "router_scaling_factor": 2.826, "first_k_dense_replace": 1}, hunyuan3, HUNYUAN3),
     Like(("Kolibri1ForCausalLM",), ("kolibri1",),
-         {"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 384,
+         {"max_position_embeddings": 262144, "num_key_value_heads": 4, "head_dim": 128, "num_local_experts": 384,
           "num_experts_per_tok": 6, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}, kolibri1,
          (*Rule.named("model.layers.#.", {
              "post_attn_norm.weight": "attention.post.weight", "post_ffn_norm.weight": "mlp.post.weight",
+             "post_self_attn_layernorm.weight": "attention.post.weight", "post_mlp_layernorm.weight": "mlp.post.weight",
              "moe.router.expert_bias": "mlp.correction"}), *EXPERTS)),
     Like(("MellumForCausalLM",), ("mellum",),
          {"max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8,
@@ -284,15 +282,15 @@ LIKE = (
     Like(("MiniMaxM2ForCausalLM",), ("minimax_m2",),
          {"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8,
           "num_local_experts": 256}, minimax_m2,
-         (Rule("model.layers.#.block_sparse_moe.e_score_correction_bias", "blocks.#.mlp.correction"), *rules.MIXTRAL_EXPERTS,
-          *rules.LLAMA)),
-    Like(("OlmoeForCausalLM",), ("olmoe",),
-         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}, olmoe, EXPERTS),
+         (*Rule.named("model.layers.#.", {f"{name}.e_score_correction_bias": "mlp.correction" for name in (
+             "block_sparse_moe", "mlp")}), *rules.MIXTRAL_EXPERTS, *rules.LLAMA)),
+    Like(("OlmoeForCausalLM",), ("olmoe",), {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+         "num_local_experts": 64, "num_experts_per_tok": 8}, olmoe, EXPERTS),
     Like(("FlexOlmoForCausalLM",), ("flex_olmo",),
-         {"max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5},
+         {"max_position_embeddings": 4096, "num_local_experts": 7, "num_experts_per_tok": 5},
          partial(olmoe, theta=500000.0, pre=False, post=True), (*rules.EXPERTS, *olmo.RULES)),
-    Like(("SolarOpenForCausalLM",), ("solar_open",), {**GLM, "moe_intermediate_size": 1280, "first_k_dense_replace": 0},
-         partial(llama.spec, mlps=parts.dense_then_experts, theta=1000000.0), EXPERTS),
+    Like(("SolarOpenForCausalLM",), ("solar_open",), {**GLM, "head_dim": 128, "moe_intermediate_size": 1280,
+         "first_k_dense_replace": 0}, partial(llama.spec, mlps=parts.dense_then_experts, theta=1000000.0), EXPERTS),
     Like(("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"), ("ernie4_5_moe",),
          {"max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "moe_num_experts": 64,
           "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
