@@ -11,6 +11,7 @@ import torch
 
 from penstock import LLM, SamplingParams
 from tests.models import fakes
+from tests.models.families import CASES, make
 
 ROUTES: dict[str, dict[str, Any]] = {
     "batch": {"max_num_seqs": 8},
@@ -99,3 +100,22 @@ def test_recurrent_states_come_back_from_the_prefix_cache_as_they_were() -> None
     assert len(found[0]) == 3
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-5)
+
+
+def test_recurrent_states_of_pages_shorter_than_drafts(tmp_path: Path) -> None:
+    """Where prompts of a few tokens are read in one step, all that they write is on pages of their own."""
+    make(next(case for case in CASES if case.name == "qwen3next-mixed"), tmp_path)
+    draw = random.Random(5)
+    stems = [[draw.randrange(3, 60) for _ in range(length)] for length in (8, 33, 20)]
+    asked = [{"prompt_token_ids": [*draw.choice(stems)[:draw.randint(1, 33)],
+                                   *(draw.randrange(3, 60) for _ in range(draw.choice((0, 1, 5, 20))))]} for _ in range(14)]
+    params = [SamplingParams(temperature=0, max_tokens=6 + 7 * (i % 5), ignore_eos=True) for i in range(14)]
+    drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "draft_policy": "fixed"}}
+    found = []
+    for options in ({"max_num_seqs": 1, "enable_prefix_caching": False},
+                    *({"max_num_seqs": 2, "max_num_batched_tokens": 14, "block_size": page, "kv_cache_memory_bytes": 600_000,
+                       **drafting} for page in (1, 2))):
+        with LLM(str(tmp_path), dtype="float32", max_model_len=160, skip_tokenizer_init=True, threads=1, device="cpu",
+                 **options) as llm:
+            found.append([list(one.outputs[0].token_ids) for one in llm.generate(asked, params, use_tqdm=False)])
+    assert found[1] == found[0] and found[2] == found[0]

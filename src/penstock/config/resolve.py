@@ -142,10 +142,10 @@ class CacheAsked:
 
 
 def cache_asked(options: EngineOptions) -> CacheAsked:
-    """The ones among an engine's options."""
+    """The ones among an engine's options. Behind fewer drafts than a page has positions, a segment has two pages at most."""
     return CacheAsked(options.kv_cache_dtype, tuple(options.kv_cache_plain_layers), tuple(options.kv_cache_scales.items()),
                       options.dtype, options.load_format == "dummy",
-                      0 if (drafting := speculation(options)) is None else drafting.most)
+                      0 if (drafting := speculation(options)) is None else min(drafting.most, (options.block_size or 16) - 1))
 
 
 def processes(options: EngineOptions) -> int:
