@@ -257,9 +257,8 @@ def _prefixes(cache: dict[str, Any]) -> str:
 
 _PROMPTS = 16
 """Of each skill; without a tokenizer, as many times random tokens."""
-_TOKENS = 16
-_WAIT = 0.6
-"""Seconds after which the worker reports counts again."""
+_TOKENS, _WAIT = 16, 0.6
+"""Of an answer; and the seconds after which the worker reports counts again."""
 
 
 def picked_experts(options: EngineOptions, model: dict[str, Any]) -> dict[str, Any]:

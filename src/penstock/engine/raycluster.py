@@ -1,6 +1,6 @@
 """Machines by Ray: finds nodes of its cluster for the ranks of other machines, and keeps an actor on each that runs them.
 
-The ranks and their connections are those of machines started by hand (`engine/remote.py`, `engine/remote.py`); Ray carries no
+The ranks and their connections are those of machines started by hand (`engine/remote.py`); Ray carries no
 tensor and no plan. The process that has the engine is Ray's driver, so that actors end with it, whatever happens."""
 
 import os
@@ -52,28 +52,38 @@ class RayCluster:
         """Of this node."""
 
     def start(self, options: bytes, machines: Sequence[Sequence[Place]], gpus: bool) -> None:
-        """Starts the ranks of each of the other machines on a node of its own, with the encoded options; `gpus`: if this node
-        has GPUs, they need one each. Waits for nodes. ConfigError if there are too few."""
+        """Starts the other machines' ranks on nodes of their own, with the encoded options; `gpus`: if this node has GPUs, they
+        need one each. Waits for nodes that start an actor (Ray tells late of one that died). ConfigError: too few."""
+        from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         environment = {name: value for name, value in os.environ.items()
                        if name.startswith(("PENSTOCK_", "HF_")) or name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        for places, node in zip(machines, self._nodes(len(machines), len(machines[0]) if gpus else 0), strict=True):
-            name = node["NodeID"]
-            actor = self._ray.remote(_Machine).options(
-                num_cpus=0, num_gpus=len(places) if node["Resources"].get("GPU") else 0, runtime_env={"env_vars": environment},
-                scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote()
-            actor.run.remote(options, msgspec.json.encode(list(places)))
-            self._actors.append(actor)
-            LOG.info("ranks from %d on run on Ray's node %s at %s", places[0].rank, name[:8], node["NodeManagerAddress"])
+        left, taken = list(machines), {self._ray.get_runtime_context().get_node_id()}
+        while left:
+            nodes = self._nodes(len(left), len(left[0]) if gpus else 0, taken)
+            actors = [self._ray.remote(_Machine).options(
+                num_cpus=0, num_gpus=len(left[0]) if node["Resources"].get("GPU") else 0, runtime_env={"env_vars": environment},
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote() for node in nodes]
+            begun, left = zip(left, nodes, actors, strict=True), []
+            for places, node, actor in begun:
+                taken.add(name := node["NodeID"])
+                try:
+                    self._ray.get(actor.__ray_ready__.remote(), timeout=_NODE_SECONDS)
+                except RayError:
+                    left.append(places)
+                    continue
+                actor.run.remote(options, msgspec.json.encode(list(places)))
+                self._actors.append(actor)
+                LOG.info("ranks from %d on run on Ray's node %s at %s", places[0].rank, name[:8], node["NodeManagerAddress"])
 
-    def _nodes(self, count: int, gpus: int) -> list[dict[str, Any]]:
-        """Other living nodes, each with so many GPUs if this one has any."""
+    def _nodes(self, count: int, gpus: int, taken: set[str]) -> list[dict[str, Any]]:
+        """Living nodes that are not taken, each with so many GPUs if this one has any."""
         own, until = self._ray.get_runtime_context().get_node_id(), time.monotonic() + _NODE_SECONDS
         while True:
             living = [node for node in self._ray.nodes() if node["Alive"]]
             here = any(node["NodeID"] == own and node["Resources"].get("GPU") for node in living)
-            found = [node for node in living if node["NodeID"] != own and node["Resources"].get("GPU", 0) >= gpus * here]
+            found = [node for node in living if node["NodeID"] not in taken and node["Resources"].get("GPU", 0) >= gpus * here]
             if len(found) >= count:
                 return found[:count]
             if time.monotonic() > until:

@@ -29,9 +29,8 @@ from penstock.engine.ranks import Progress, Rank, RankGroup
 from penstock.observe.log import LOG
 from penstock.parallel.axis import Place
 
-_LOOK_SECONDS = 0.1
-_AGAIN_SECONDS = 2.0
-"""Time for machine 0 to let go of ranks that are lost, before others are started in their place."""
+_LOOK_SECONDS, _AGAIN_SECONDS = 0.1, 2.0
+"""Between looks at ranks; and time for machine 0 to let go of ranks that are lost, before others are started in their place."""
 
 
 def run(options: bytes, places: Sequence[Place], again: bool, asked: Sequence[float] = ()) -> int:

@@ -13,9 +13,8 @@ Schema = dict[str, Any] | bool
 Resolve = Callable[[str], Any]
 """Returns the schema that a reference within the document names. Raises KeyError if there is none."""
 
-_DEEPEST = 8
-_WIDEST = 64
-"""Maximum number of values of an enum whose negation is written out."""
+_DEEPEST, _WIDEST = 8, 64
+"""The most levels, and values of an enum, whose negation is written out."""
 
 
 def negate(schema: Any, resolve: Resolve, depth: int = 0) -> Schema | None:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _F32, _F32S, _F16, _F16S, _K45, _K6, _FP8 = range(7)
 """As csrc/coded.cpp."""
-_PANEL = 16
-_BLOCK = 32
+_PANEL, _BLOCK = 16, 32
 Lie = tuple[int, int, int]
 """Of codes in rows: bytes of a block of 32 columns (of k-quants 256), where its codes begin, and csrc/coded.cpp's form."""
 _SINGLE, _PAIRS = (32, 0, 0), (16, 0, 1)

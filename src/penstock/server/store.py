@@ -31,9 +31,7 @@ KEPT = ("response", "events", "conversation")
 FAILED = "store_failed"
 """The error's code where the store cannot be used, which may pass: a full disk, say."""
 
-_FILE = "penstock.sqlite3"
-
-_PRUNE_SECONDS = 60.0
+_FILE, _PRUNE_SECONDS = "penstock.sqlite3", 60.0
 
 _TABLES = """
 create table if not exists objects(kind text, id text, owner text, created real, size integer, body blob,

@@ -23,10 +23,7 @@ from penstock.core.plan import PageName
 
 LOG = logging.getLogger("penstock")
 
-SUBFOLDER = "penstock-cache"
-MARKER = "marker"
-PAGES = "pages"
-INCOMING = "incoming"
+SUBFOLDER, MARKER, PAGES, INCOMING = "penstock-cache", "marker", "pages", "incoming"
 DESCRIPTION = "version.json"
 """The file in a version's folder that describes the version, for people and `penstock cache`."""
 

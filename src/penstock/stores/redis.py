@@ -26,8 +26,7 @@ _LINE_BYTES, _WORD_BYTES, _WORDS, _DEPTH = 4096, 1 << 16, 100_000, 4
 """Limits of a reply: bytes of a line, bytes of a bulk string, elements of an array, and depth. Beyond is broken or hostile."""
 _MOST_KEYS = 50_000_000
 _REFUSED = re.compile("NOAUTH|WRONGPASS|AUTH|invalid password")
-_SCAN_COUNT = 1000
-_KEY_BYTES = 32
+_SCAN_COUNT, _KEY_BYTES = 1000, 32
 
 Reply = bytes | int | list["Reply"] | None
 Result = TypeVar("Result")

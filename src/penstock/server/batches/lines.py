@@ -14,9 +14,8 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/r
 
 DUPLICATE = "duplicate_custom_id"
 
-MAX_LINES = 50_000
-MAX_ERRORS = 100
-"""Faulty lines that are told of at most."""
+MAX_LINES, MAX_ERRORS = 50_000, 100
+"""Of a file, and the most faulty ones that are told of."""
 
 
 class RefusedLineError(Exception):
