@@ -88,6 +88,42 @@ def test_the_medium_mixture_gives_some_matrices_more_bits(tmp_path: Path) -> Non
     assert greedy(out, "One day")[1] == greedy(folder, "One day", quantization="q4_k", quantization_rules=rules)[1]
 
 
+def random_folder(kind: str, folder: Path, **config: Any) -> Path:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512,
+             "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, **config}
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    saved_random(model, folder, 0.1)
+    (folder / "tokenizer.json").write_bytes((need(MODELS / "stories260k") / "tokenizer.json").read_bytes())
+    return folder
+
+
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize(("kind", "config", "said"), [
+    ("Llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, "sliding_window 9"),
+    ("Qwen3", {"head_dim": 32, **HALF}, "partial_rotary_factor 0.5")], ids=lambda one: one if isinstance(one, str) else "")
+def test_what_a_file_cannot_say_is_refused(kind: str, config: dict[str, Any], said: str, tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    folder = random_folder(kind, tmp_path / "folder", **config)
+    assert main(["quantize", str(folder), str(tmp_path / "out.gguf"), "--scheme", "q8_0"]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_values_that_a_config_leaves_out_are_written(tmp_path: Path) -> None:
+    folder = random_folder("Qwen3", tmp_path / "folder", num_attention_heads=32, num_key_value_heads=32, head_dim=128)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_parameters"):
+        del config[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    write(folder, tmp_path / "out.gguf", "q8_0", {}, "float32")
+    assert greedy(tmp_path / "out.gguf", "One day")[1] == greedy(folder, "One day", quantization="q8_0")[1]
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(resolve_folder("canary"))
     for words, said in (((folder, str(tmp_path / "a.gguf"), "--scheme", "int4"), "GGUF has no int4"),

@@ -122,10 +122,56 @@ def test_what_cannot_be_written_is_refused(plain: Path, tmp_path: Path,  # noqa:
         model, *rest = words
         assert main(["quantize", model, str(tmp_path / "out"), *rest]) == 1
         assert said in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert main(["quantize", str(plain), str(tmp_path / "full"), "--scheme", "fp8"]) == 1
     assert "is not empty; name a new folder" in capsys.readouterr().err
+
+
+WRONG = [
+    (["{tmp}/file"], "file is not empty; name a new folder or file"),
+    (["{tmp}/file/out"], "cannot be written"), (["{tmp}/file/out.gguf"], "cannot be written"),
+    (["{tmp}/out", "--window", "0"], "--window must be at least 3, got 0"),
+    (["{tmp}/out", "--samples", "-1"], "--samples must be at least 1, got -1"),
+    (["{tmp}/out", "--skills", "-1"], "--skills must be at least 0, got -1"),
+    (["{tmp}/out", "--text", "{tmp}/bytes"], "that is text in UTF-8"),
+    (["{tmp}/out", "--calibrate", "{tmp}/bytes"], "that is text in UTF-8"),
+    (["{tmp}/out", "--text", "{tmp}/empty"], "too short to be scored"),
+    (["{tmp}/out", "--text", "{tmp}/file", "--window", "9999"], "handles 2 to"),
+    (["{tmp}/out.gguf", "--text", "{tmp}/empty"], "too short to be scored"),
+    (["{tmp}/out", "--rules", "*=plain"], "or rules leave all plain")]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda one: one if isinstance(one, str) else "")
+def test_wrong_words_leave_nothing_behind(words: list[str], said: str, tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("One two three.")
+    (tmp_path / "empty").touch()
+    (tmp_path / "bytes").write_bytes(bytes(range(128, 200)))
+    before = sorted(tmp_path.iterdir())
+    words = [word.replace("{tmp}", str(tmp_path)) for word in words]
+    scheme = "q8_0" if words[0].endswith(".gguf") else "int8"
+    assert main(["quantize", "canary", *words, "--scheme", scheme, "--device", "cpu"]) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("penstock: ")]
+    assert len(told) == 1 and said in told[0]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["out", "out.gguf"])
+def test_a_disk_that_is_full_leaves_nothing_behind(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.models import gguf_out, quantized
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(quantized.writing, "config", full)
+    monkeypatch.setattr(gguf_out, "_bytes", full)
+    scheme = "q8_0" if name.endswith(".gguf") else "int8"
+    assert main(["quantize", "canary", str(tmp_path / "new" / name), "--scheme", scheme]) == 1
+    assert "cannot be written: [Errno 28] No space left on device; name another place" in capsys.readouterr().err
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_every_module_of_a_checkpoint_has_its_projection() -> None:

@@ -27,11 +27,11 @@ def architecture(config: Mapping[str, Any]) -> tuple[str, Architecture]:
     """The architecture that a config's model is written as. ConfigError if there is none."""
     family = (config.get("architectures") or [None])[0]
     family = "LlamaForCausalLM" if family == "MistralForCausalLM" and not config.get("sliding_window") else family
-    for name in _WRITTEN:
-        if ARCHITECTURES[name].family == family:
-            return name, ARCHITECTURES[name]
-    known = ", ".join(ARCHITECTURES[name].family for name in _WRITTEN)
-    raise ConfigError(f"{family} is not written as GGUF; possible are {known}. Write a folder instead (a name without .gguf)")
+    known = {ARCHITECTURES[name].family: name for name in _WRITTEN}
+    if family not in known:
+        raise ConfigError(f"{family} is not written as GGUF; possible are {', '.join(known)}. Write a folder instead (a name "
+                          "without .gguf)")
+    return known[family], ARCHITECTURES[known[family]]
 
 
 def name_of(arch: Architecture, name: str, parameter: str) -> str:
@@ -45,16 +45,14 @@ def name_of(arch: Architecture, name: str, parameter: str) -> str:
 
 
 def metadata_of(folder: Path, config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """All that a file says besides tensors; `kind` is the type of most matrices. ConfigError: what has no form in GGUF."""
+    """All that a file says besides tensors, of a whole config; `kind`: of most matrices. ConfigError: what has no form."""
     prefix, _ = architecture(config)
-    how, size, theta, rotation = _rotation(config)
+    how, size, _, rotation = _rotation(config)
     if how not in ("default", "linear", "llama3"):
         raise ConfigError(f"rotary embeddings of type {how!r} are not written as GGUF; possible are default, linear and llama3")
     found: dict[str, Any] = {"general.architecture": prefix, "general.name": folder.name, "general.alignment": _ALIGN,
                              "general.quantization_version": 2, "general.file_type": _FILE_TYPES.get(kind, 0)}
-    values = {**config, "head_dim": size, "rope_theta": theta,
-              "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"]}
-    found |= {**{f"{prefix}.{key}": values[ours] for key, ours in COMMON.items()}, f"{prefix}.attention.value_length": size,
+    found |= {**{f"{prefix}.{key}": config[ours] for key, ours in COMMON.items()}, f"{prefix}.attention.value_length": size,
               f"{prefix}.rope.dimension_count": size, f"{prefix}.vocab_size": config["vocab_size"]}
     if how == "linear":
         found |= {f"{prefix}.rope.scaling.type": "linear", f"{prefix}.rope.scaling.factor": float(rotation["factor"])}
@@ -64,9 +62,7 @@ def metadata_of(folder: Path, config: Mapping[str, Any], kind: str) -> dict[str,
 def _rotation(config: Mapping[str, Any]) -> tuple[str, int, float, Mapping[str, Any]]:
     """Rotary embeddings of a config: the kind of scaling, the size of heads, theta, and all that is said of the scaling."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return (said.get("rope_type") or said.get("type") or "default",
-            config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            float(config.get("rope_theta") or said.get("rope_theta") or 1e4), said)
+    return said.get("rope_type") or said.get("type") or "default", config["head_dim"], config["rope_theta"], said
 
 
 def divisors(config: Mapping[str, Any]) -> list[float] | None:
@@ -153,8 +149,9 @@ def _roles(folder: Path, config: Mapping[str, Any], names: Mapping[int, str], pr
 
 
 def write(path: Path, metadata: Mapping[str, Any], tensors: Sequence[tuple[str, tuple[int, ...], str]],
-          data: Iterable[bytes | memoryview], progress: Callable[[int], None] = lambda _: None) -> int:
-    """One file: tensors are (name, shape with rows first, type), `data` their bytes in the same order. Returns its size."""
+          data: Iterable[bytes | memoryview], progress: Callable[[int, int], None]) -> int:
+    """One file: tensors are (name, shape with rows first, type), `data` their bytes in the same order. Returns its size.
+    `progress` is told bytes of tensors: those written, and all."""
     head = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for name, value in metadata.items():
         head += _text(name) + _value(value)
@@ -168,11 +165,12 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Sequence[tuple[str, 
         at += -(-size // _ALIGN) * _ALIGN
     with path.open("xb") as file:
         file.write(head + b"\0" * (-len(head) % _ALIGN))
+        start = file.tell()
         for size, block in zip(sizes, data, strict=True):
             assert len(block) == size, (len(block), size)
             file.write(block)
             file.write(b"\0" * (-size % _ALIGN))
-            progress(size)
+            progress(file.tell() - start, at)
         return file.tell()
 
 

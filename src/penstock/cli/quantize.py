@@ -5,16 +5,15 @@ a text before and after; --skills the graded answers of a chat model."""
 
 import argparse
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from penstock.checkpoint import dtype_of, read_config, resolve_folder
-from penstock.config.flags import integer
+from penstock.config.flags import at_least, integer
 from penstock.core.errors import ConfigError
-
-_WINDOW = 512
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +30,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=integer, default=128, metavar="N",
                         help="windows of the text that it is calibrated on (default: 128)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="print the perplexity of this text, before and after")
-    parser.add_argument("--window", type=integer, default=_WINDOW, metavar="N",
-                        help=f"tokens of the text that are read at a time (default: {_WINDOW})")
+    parser.add_argument("--window", type=integer, default=512, metavar="N",
+                        help="tokens of the text that are read at a time (default: 512)")
     parser.add_argument("--skills", type=integer, default=0, metavar="N",
                         help="ask so many graded prompts of each of canary's skills, before and after")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for --text and --skills")
@@ -51,25 +50,38 @@ def run(args: argparse.Namespace) -> int:
         rules[pattern] = scheme
     if args.method != "gptq" and args.calibrate is None:
         raise ConfigError(f"--method {args.method} needs a text to calibrate on; add --calibrate FILE")
+    for name, least in (("skills", 0), ("samples", 1), ("window", 3)):
+        at_least(args, least, name)
     for name, path in (("text", args.text), ("calibrate", args.calibrate)):
-        if path is not None and not path.is_file():
-            raise ConfigError(f"--{name}: there is no file {path}")
+        try:
+            _ = path and path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--{name}: there is no file {path} that is text in UTF-8: {error}") from None
     if args.calibrate is not None and args.out.suffix == ".gguf":
         raise ConfigError("--calibrate rounds what a folder stores; GGUF's blocks are rounded to nearest. Leave it out")
     folder = resolve_folder(args.model)
     dtype = dtype_of(folder, read_config(folder))
     moments = _moments(folder, dtype, args) if args.calibrate is not None else None
-    with tqdm(total=None, unit="B", unit_scale=True, desc="quantize", leave=False) as bar:
-        if args.out.suffix == ".gguf":
-            nbytes = gguf_out.write(folder, args.out, args.scheme, rules, dtype, shown(bar))
-        else:
-            nbytes = quantized.write(folder, args.out, args.scheme, rules, dtype, shown(bar), moments, args.method)
+    if args.out.is_file() or (args.out.is_dir() and any(args.out.iterdir())):
+        raise ConfigError(f"{args.out} is not empty; name a new folder or file")
+    write, more = (gguf_out.write, ()) if args.out.suffix == ".gguf" else (quantized.write, (moments, args.method))
+    found: list[dict[str, float]] = []
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=None, unit="B", unit_scale=True, desc="quantize", leave=False) as bar:
+            nbytes = write(folder, args.out, args.scheme, rules, dtype, shown(bar),
+                           lambda: found.append(_measured(folder, args)), *more)
+    except BaseException as error:
+        if args.out.exists():
+            shutil.rmtree(args.out) if args.out.is_dir() else args.out.unlink()
+        if isinstance(error, OSError):
+            raise ConfigError(f"{args.out} cannot be written: {error}; name another place, or make room") from None
+        raise
     before = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     print(f"{args.out}: {nbytes:,} bytes of tensors, {nbytes / before:.0%} of {before:,}")
-    if args.text is not None or args.skills:
-        found = [_measured(str(model), args) for model in (folder, args.out)]
-        for name in found[0]:
-            print(f"{name}: {found[0][name]:.4g} before, {found[1][name]:.4g} after")
+    after = _measured(args.out, args)
+    for name, value in found[0].items():
+        print(f"{name}: {value:.4g} before, {after[name]:.4g} after")
     return 0
 
 
@@ -93,27 +105,23 @@ def _moments(folder: Path, dtype: str, args: argparse.Namespace) -> Any:
     return Moments(folder, configured(folder), dtype, args.device, windows)
 
 
-def _measured(model: str, args: argparse.Namespace) -> dict[str, float]:
-    """A model's perplexity on the text and its share of right answers, by name."""
+def _measured(model: Path, args: argparse.Namespace) -> dict[str, float]:
+    """A model's perplexity on the text and its share of right answers, by name, as far as asked for."""
     # Late: torch.
-    from penstock.cli.eval import perplexity
+    from penstock.canary.suite import SKILLS, graded, prompts
+    from penstock.cli.eval import answers, perplexity
     from penstock.engine.llm import LLM
 
     found: dict[str, float] = {}
+    if args.text is None and not args.skills:
+        return found
     longest = {} if args.skills else {"max_model_len": max(64, args.window + 1)}
-    with LLM(model, device=args.device, **longest) as llm:
+    with LLM(str(model), device=args.device, **longest) as llm:
         if args.text is not None:
             found["perplexity"], _ = perplexity(llm, args.text.read_text("utf-8"), args.window)
         if args.skills:
-            found |= _skills(llm, args.skills)
+            scores = [graded(items, answers(llm, items)) for items in (prompts(skill, args.skills) for skill in SKILLS)]
+            found["skills"] = sum(score.right for score in scores) / max(1, sum(score.asked for score in scores))
+            found |= {score.skill: score.share for score in scores}
     gc.collect()
     return found
-
-
-def _skills(llm: Any, count: int) -> dict[str, float]:
-    from penstock.canary.suite import SKILLS, graded, prompts
-    from penstock.cli.eval import answers
-
-    scores = [graded(items, answers(llm, items)) for items in (prompts(skill, count) for skill in SKILLS)]
-    return {"skills": sum(score.right for score in scores) / max(1, sum(score.asked for score in scores)),
-            **{score.skill: score.share for score in scores}}

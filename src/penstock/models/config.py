@@ -147,11 +147,6 @@ def _optional(where: Config, name: str) -> float | None:
     return where.number(name) if name in where.values else None
 
 
-def _llama3(where: Config, config: Config, _dim: int) -> ropes.RopeScaling:
-    return ropes.Llama3Scaling(where.number("factor"), where.number("low_freq_factor"), where.number("high_freq_factor"),
-                               _original(where, config))
-
-
 def _yarn(where: Config, config: Config, dim: int) -> ropes.RopeScaling:
     if dim % 2:
         raise ModelError(f"config.json: YaRN with {dim} rotated dimensions of a head; possible is an even number")
@@ -180,7 +175,9 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], rope
     "linear": (_FACTOR, lambda where, *_: ropes.LinearScaling(where.number("factor"))),
     "dynamic": (_FACTOR, lambda where, config, _: ropes.DynamicScaling(where.number("factor"),
                                                                        config.integer("max_position_embeddings"))),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), _llama3),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+               lambda where, config, _: ropes.Llama3Scaling(where.number("factor"), where.number("low_freq_factor"),
+                                                            where.number("high_freq_factor"), _original(where, config))),
     "yarn": (("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
               "mscale_all_dim", "truncate"), _yarn),
     "longrope": (("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"), _longrope)}

@@ -1,6 +1,6 @@
 """Writes a plain model's folder as one quantized GGUF file, tensor by tensor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +8,19 @@ import torch
 
 from penstock.checkpoint import gguf_writing, read_config
 from penstock.core.errors import ConfigError
+from penstock.layers.mlp import MLPSpec
 from penstock.models.quantized import plain
-from penstock.models.registry import rules_of
+from penstock.models.registry import describe, rules_of
 from penstock.models.weights import Progress
 from penstock.quant.gguf import GGUF
 
 _PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None) -> int:
-    """Returns the file's bytes. Matrices that stay plain keep their type, vectors are float32. ConfigError: why not."""
-    if out.exists():
-        raise ConfigError(f"{out} is there already; name a new file")
+def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress = lambda *_: None,
+          begin: Callable[[], None] = lambda: None) -> int:
+    """Returns the file's bytes. Matrices that stay plain keep their type, vectors are float32. ConfigError: why not. `begin`
+    is called when nothing is left to refuse, before anything is written."""
     if scheme == "q4_k_m":
         scheme, rules = "q4_k", {**rules, **_more_bits(read_config(folder))}
     given, checkpoint = plain(folder, scheme, rules, dtype)
@@ -28,8 +29,9 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     other = next((scheme.name for scheme in schemes.values() if not isinstance(scheme, GGUF)), None)
     if other is not None:
         raise ConfigError(f"GGUF has no {other}; possible are q8_0, q6_k, q5_1, q5_0, q4_1, q4_0, q4_k and q4_k_m")
+    given = _whole(given, prefix)
     metadata = gguf_writing.metadata_of(folder, given, scheme)
-    heads = {"q_proj": given["num_attention_heads"], "k_proj": metadata[f"{prefix}.attention.head_count_kv"]}
+    heads = {"q_proj": given["num_attention_heads"], "k_proj": given["num_key_value_heads"]}
     raw = {name: stored for name, stored in checkpoint.raw.items()
            if not (name == "lm_head.weight" and given.get("tie_word_embeddings"))}
     table = gguf_writing.divisors(given)
@@ -51,15 +53,23 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
                 yield _bytes(tensor.float() if tensor.dim() == 1 else tensor)
                 checkpoint.release(stored)
 
-        total, done = sum(stored.nbytes for stored in raw.values()), 0
+        begin()
+        return gguf_writing.write(out, metadata, listed, data(), progress)
 
-        def told(nbytes: int) -> None:
-            nonlocal done
-            done = min(total, done + nbytes)
-            if progress is not None:
-                progress(done, total)
 
-        return gguf_writing.write(out, metadata, listed, data(), told)
+def _whole(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """A config with values that it may leave out. ConfigError: it says what files of its architecture cannot say."""
+    spec = describe(config)
+    one = spec.attentions[0]
+    assert one.rope is not None
+    for name, value, possible in (
+            ("sliding_window", max(each.window for each in spec.attentions), 0),
+            ("hidden_act", next(each.activation for each in spec.blocks[0].mixers if isinstance(each, MLPSpec)), "silu"),
+            ("partial_rotary_factor", one.rope.dim / one.head_size, 1)):
+        if value != possible:
+            raise ConfigError(f"GGUF files of {prefix} cannot say {name} {value!r}; possible is {possible}. Write a folder")
+    return {"rms_norm_eps": getattr(spec.norm, "eps", 0), "max_position_embeddings": spec.max_positions, **config,
+            "num_key_value_heads": one.kv_heads, "head_dim": one.head_size, "rope_theta": one.rope.theta}
 
 
 def _more_bits(config: Mapping[str, Any]) -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,34 +36,17 @@ def awq(scheme: Scheme, matrices: Sequence[torch.Tensor], moments: torch.Tensor)
     for step in range(_STEPS):
         scale = size ** (step / _STEPS)
         scale = (scale / (scale.max() * scale.min()).sqrt()).float()
-        error = sum(_error(scheme, matrix, scale, moments) for matrix in matrices)
+        off = [scheme.decode(scheme.encode(matrix * scale), torch.float32) / scale - matrix for matrix in matrices]
+        error = sum(float(((one @ moments) * one).sum()) for one in off)
         if error < least:
             best, least = scale.double(), error
     return best.float()
-
-
-def _error(scheme: Scheme, matrix: torch.Tensor, scale: torch.Tensor, moments: torch.Tensor) -> float:
-    """The sum of squares by which products with the inputs change."""
-    off = scheme.decode(scheme.encode(matrix * scale), torch.float32) / scale - matrix
-    return float(((off @ moments) * off).sum())
 
 
 def smooth(matrices: Sequence[torch.Tensor], peaks: torch.Tensor) -> torch.Tensor:
     """Scales [k] by the inputs' largest magnitudes [k] (Xiao et al. 2022): the roots of peaks / largest weights."""
     weights = torch.stack([matrix.abs().amax(0) for matrix in matrices]).amax(0)
     return (peaks.clamp_min(_LEAST) ** 0.5 / weights.clamp_min(_LEAST) ** 0.5).clamp_min(_LEAST)
-
-
-_SHARD = 4 << 30
-"""Bytes that are collected before a file is written."""
-
-
-class Moments(Protocol):
-    """Second moments of projections' inputs (`worker/calibration.py`)."""
-
-    def of(self, path: str) -> torch.Tensor | None: ...
-
-    def peaks(self, path: str) -> torch.Tensor | None: ...
 
 
 _FOLDED = (("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -81,15 +64,14 @@ def plain(folder: Path, scheme: str, rules: Mapping[str, str], dtype: str) -> tu
     checkpoint = checkpoint_of(folder, given, describe(given), dtype)
     assert isinstance(checkpoint, Translated)
     if not checkpoint.modules():
-        raise ConfigError(f"no matrix of {folder} can be stored as {scheme}: its blocks do not fill the rows")
+        raise ConfigError(f"no matrix of {folder} is stored as {scheme}: its blocks do not fill rows, or rules leave all plain")
     return given, checkpoint
 
 
-def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress | None = None,
-          moments: Moments | None = None, method: str = "gptq") -> int:
-    """Writes compressed-tensors, calibrated where there are moments; returns all bytes. ConfigError or ModelError: why not."""
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name a new folder")
+def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype: str, progress: Progress = lambda *_: None,
+          begin: Callable[[], None] = lambda: None, moments: Any = None, method: str = "gptq") -> int:
+    """Writes compressed-tensors, calibrated if `moments` (`worker/calibration.py`) are given; returns all bytes. ConfigError
+    or ModelError: why not. `begin` is called when nothing is left to refuse, before anything is written."""
     given, checkpoint = plain(folder, scheme, rules, dtype)
     modules = checkpoint.modules()
     schemes = {name: writing.writable(form.scheme, dtype) for name, form in modules.items()}
@@ -98,6 +80,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
         raise ConfigError(f"{unusual[0]} is not stored as a matrix [outputs, inputs], which compressed-tensors needs; quantize "
                           "this model while it is loaded, with --quantization")
     paths = projections(describe({name: value for name, value in given.items() if name != "quantization_config"}), given)
+    begin()
     out.mkdir(parents=True, exist_ok=True)
     files = _Files(out)
     with checkpoint.mapped():
@@ -128,8 +111,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
             del tensor
             checkpoint.release(stored)
             done += stored.nbytes
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
     files.close()
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config["quantization_config"] = writing.config(schemes, sorted(set(checkpoint.linears) - schemes.keys()))
@@ -141,7 +123,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
 
 
 def _scaled(checkpoint: Translated, config: Mapping[str, Any], schemes: Mapping[str, Scheme], paths: Mapping[str, str],
-            moments: Moments, method: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+            moments: Any, method: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """By names of tensors: what their columns are multiplied by, and what their rows (or elements) are divided by."""
     family = (config.get("architectures") or [None])[0]
     if family not in _FOLDING:
@@ -186,7 +168,7 @@ class _Files:
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._waiting |= {name: tensor.contiguous() for name, tensor in tensors.items()}
         self.nbytes += sum(tensor.nbytes for tensor in tensors.values())
-        if sum(tensor.nbytes for tensor in self._waiting.values()) >= _SHARD:
+        if sum(tensor.nbytes for tensor in self._waiting.values()) >= 4 << 30:  # a file's bytes
             self._flush()
 
     def _flush(self) -> None:

@@ -100,7 +100,7 @@ class Coding:
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor | None, fixed: float = 1.0) -> torch.Tensor:
         """The numbers [..., D], float32."""
-        values = self._values(self._unpacked(codes))
+        values = self._values(torch.cat((codes & 15, codes >> 4), -1) if self.bits == 4 else unpack(codes, self.bits))
         if scales is None:
             return values * fixed
         each = 2 if self.rule == "range" else 1
@@ -135,9 +135,6 @@ class Coding:
             return pack(codes, self.bits)
         low, high = codes.chunk(2, -1)
         return low | high << 4
-
-    def _unpacked(self, codes: torch.Tensor) -> torch.Tensor:
-        return torch.cat((codes & 15, codes >> 4), -1) if self.bits == 4 else unpack(codes, self.bits)
 
     def misfit(self, size: int) -> str | None:
         """Why vectors of `size` elements cannot be stored so; None if they can."""

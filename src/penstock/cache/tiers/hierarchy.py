@@ -157,8 +157,10 @@ class Hierarchy:
         elif not self.policy.through:
             return
         worth = [self.policy.always or self.costs.worth_saving(HOST, size, self.layout.page) for size in self._sizes]
+        # A page that is in a store is not saved again when the device evicts it: the step that needs the room would wait.
+        stores = self.catalogs if leaving and self.policy.through else []
         fresh = {name: content.page for name, content in zip(names, pages, strict=True)
-                 if worth[name.group] and name not in self.host and not (leaving and self._written(name))}
+                 if worth[name.group] and name not in self.host and not any(name in catalog for catalog in stores)}
         slots = self.host.add(list(fresh))
         for name, slot in slots.items():
             self._saves[name.group, slot] = name, Save(name.group, fresh[name], slot)
@@ -296,11 +298,6 @@ class Hierarchy:
     def _present(self) -> list[Catalog]:
         """The catalogs of stores that are not paused after a timeout (`Catalog.away`)."""
         return [catalog for catalog in self.catalogs if not catalog.away(time.monotonic())]
-
-    def _written(self, name: PageName) -> bool:
-        """True if a page was written through to a store. It is then not saved again when the device evicts it, because the step
-        that needs its room would have to wait for the copy."""
-        return self.policy.through and any(name in catalog for catalog in self.catalogs)
 
     def _write(self) -> None:
         """Starts writes of queued pages, up to the limit of in-flight writes. Pages no longer on the host are skipped."""

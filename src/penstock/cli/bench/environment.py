@@ -53,12 +53,9 @@ def _gpu() -> dict[str, Any]:
     answer = _say("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
     rows = [row.split(", ") for row in (answer or "").splitlines() if row.count(", ") == len(names) - 1]
     return {"gpu": [row[0] for row in rows] or None, "driver": rows[0][1] if rows else None,
-            "clocks": [dict(zip(("sm", "sm_most", "memory", "memory_most"), map(_number, row[2:]), strict=True))
+            "clocks": [dict(zip(("sm", "sm_most", "memory", "memory_most"),
+                           (int(one) if one.isdigit() else None for one in row[2:]), strict=True))
                        for row in rows] or None}
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
 
 
 def _commit() -> str | None:

@@ -218,7 +218,11 @@ async def _measure(args: argparse.Namespace, workload: Workload, arrivals: list[
               "clipped_inputs": workload.clipped_inputs, "clipped_outputs": workload.clipped_outputs}
     result |= summary(records, start, duration, percentiles, limits)
     result["client_cpu_share"] = round(cpu / duration, 4)
-    return result | (_details(records, start) if args.save_detailed else {})
+    return result if not args.save_detailed else result | {
+        "input_lens": [r.input_len for r in records], "output_lens": [r.output_len for r in records],
+        "ttfts": [r.ttft if r.stamps else None for r in records], "itls": [r.itl for r in records],
+        "latencies": [r.e2el if r.stamps else None for r in records], "start_times": [r.sent - start for r in records],
+        "generated_texts": ["".join(r.pieces) for r in records], "errors": [r.error for r in records]}
 
 
 async def _send_all(load: _Load, items: list[Item], bodies: list[bytes], arrivals: list[float], quiet: bool) -> list[Record]:
@@ -292,10 +296,3 @@ def _most_at_once(records: list[Record]) -> int:
     """The most requests that were in flight at one moment."""
     edges = sorted([(r.sent, 1) for r in records] + [(r.stamps[-1], -1) for r in records])
     return max(accumulate(change for _, change in edges), default=0)
-
-
-def _details(records: list[Record], start: float) -> dict[str, Any]:
-    return {"input_lens": [r.input_len for r in records], "output_lens": [r.output_len for r in records],
-            "ttfts": [r.ttft if r.stamps else None for r in records], "itls": [r.itl for r in records],
-            "latencies": [r.e2el if r.stamps else None for r in records], "start_times": [r.sent - start for r in records],
-            "generated_texts": ["".join(r.pieces) for r in records], "errors": [r.error for r in records]}

@@ -51,11 +51,6 @@ def form(n: int, k: int, bits: float, group: int, axis: int) -> Form:
                          Given("zero", FLOATS, beside), *facts), parts)
 
 
-def _tag(module: str) -> str:
-    """As HQQ names the modules of all layers: model.layers.3.mlp.up_proj is mlp.up_proj."""
-    return ".".join(part for part in module.split(".") if part not in ("model", "layers") and not part.isnumeric())
-
-
 class _HQQ(Reader):
     methods = ("hqq",)
     suffixes = ("W_q", "scale", "zero", *_FACTS)
@@ -68,7 +63,8 @@ class _HQQ(Reader):
         self._plain = ["lm_head"] if skipped is None else skipped
 
     def form(self, module: str, n: int, k: int) -> Form | None:
-        tag = _tag(module)
+        # As HQQ names the modules of all layers: model.layers.3.mlp.up_proj is mlp.up_proj.
+        tag = ".".join(part for part in module.split(".") if part not in ("model", "layers") and not part.isnumeric())
         given = self._by_tag.get(tag, self._usual)
         if not given or tag in self._plain or (outside_linears(module) and tag != "lm_head"):
             return None

@@ -99,10 +99,6 @@ def delete_file(database: Database, file: Ref) -> None:
     database.delete(*file._replace(kind="content"))
 
 
-def _possible(where: str, text: str) -> str:
-    return f"{text}; possible are {', '.join(get_args(Purpose))}" if where == "purpose" else text
-
-
 class Files(OpenAIForm):
     def routes(self) -> Sequence[Route]:
         one = "/v1/files/{file}"
@@ -123,7 +119,8 @@ class Files(OpenAIForm):
         try:
             said = msgspec.convert(values, FileForm)
         except msgspec.ValidationError as error:
-            raise explain(error, _possible) from None
+            possible = f"; possible are {', '.join(get_args(Purpose))}"
+            raise explain(error, lambda where, text: text + possible * (where == "purpose")) from None
         expires = int(time.time()) + said.seconds if said.seconds else None
         filename, content = fields["file"]
 
