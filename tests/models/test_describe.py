@@ -231,7 +231,7 @@ def test_absent_values_are_those_of_the_configuration_class(kind: str) -> None:
     case, make = next(case for case in CASES if case.kind == kind), getattr(transformers, f"{kind}Config")
     full, named = make(**case.config).to_dict(), {"architectures": [case.model]}
     derived = {"architectures", "model_type", "qk_head_dim", "layer_types", "mlp_layer_types"}
-    # What no file is without: whether there are layers for drafting, and what Ministral 3 is trained with.
+    # Every file has these: the number of layers for drafting, and the rotation that Ministral 3 is trained with.
     said = {"num_nextn_predict_layers", *({"rope_parameters"} if kind == "Ministral3" else ())}
     for name in full.keys() - said:
         for given in ({key: value for key, value in full.items() if key != name}, {**full, name: None}):

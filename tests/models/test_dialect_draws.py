@@ -102,7 +102,7 @@ def test_matrices_of_any_shape_are_what_the_formula_gives(seed: int) -> None:
 
 BAD: list[Any] = [None, "", "x", "4", -1, 0, -2, 7, 3.5, True, [], {}, [1], ["x"], [None], {"a": None}, [{}], 1e400, 10**30,
                   ["re:("], [-1, 128], [128], [64, 64]]
-"""What takes the place of a value."""
+"""Replacements of a value."""
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
