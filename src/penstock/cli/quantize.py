@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             nbytes = write(folder, args.out, args.scheme, rules, dtype, shown(bar),
                            lambda: found.append(_measured(folder, args)), *more)
     except BaseException as error:
-        if args.out.exists():
+        if found and args.out.exists() and not isinstance(error, FileExistsError):  # begun here
             shutil.rmtree(args.out) if args.out.is_dir() else args.out.unlink()
         if isinstance(error, OSError):
             raise ConfigError(f"{args.out} cannot be written: {error}; name another place, or make room") from None
