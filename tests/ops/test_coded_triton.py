@@ -10,7 +10,7 @@ import torch
 from penstock.ops import coded_triton, gguf_codes
 from penstock.ops.activation import gated
 from penstock.ops.coded_forms import FP8 as FP8_TYPE, NAMES, CodedWeight
-from penstock.ops.coded_triton import CodedTriton, Tile, launch, launch_codes, launch_fragments, quantized
+from penstock.ops.coded_triton import CodedTriton, Tile, launch, launch_codes, launch_fragments, launch_mixed, quantized
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
@@ -111,6 +111,36 @@ def test_fragments_serve_few_rows_of_integers() -> None:
         weight, _, _ = packed(scheme, 64, 384, torch.float16)
         assert coded_triton.fragmented(x, weight) == coded_triton.fragmented(x[:1], weight) == served
         assert not any(coded_triton.fragmented(y, weight) for y in (x.float(), x[:, 1:], x[:1].expand(9, -1)))
+
+
+FOUR: list[Any] = [scheme for scheme in WEIGHT_ONLY if isinstance(scheme, Grouped) and scheme.bits < 8] + [
+    MXFP4(), NVFP4(), NVFP4(divides=True), GGUF("q4_0"), GGUF("q4_k")]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma needs Hopper")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("scheme", FOUR, ids=name)
+def test_mixed(scheme: Any, dtype: torch.dtype) -> None:
+    """Rows and columns that no program divides, parts of K, strided rows, bias, gains, the gated form; twice, as tickets and
+    sums of parts are used again."""
+    for rows, n, k in ((5, 640, 768), (65, 70, 768), (129, 384, 1280), (300, 4096, 2304), (1000, 640, 256)):
+        k += 0 if isinstance(scheme, GGUF) or n != 384 else 96
+        parts = {suffix: part.to(DEVICE) for suffix, part in (
+            blocks("q4_k", n, k) if scheme == GGUF("q4_k") else scheme.encode(random(n, k, seed=n))).items()}
+        weight = CodedTriton.pack(scheme, parts, (n, k), dtype)
+        x, bias = random(rows, k + 16, seed=1).to(dtype).to(DEVICE)[:, 8:8 + k], random(n, seed=2).to(dtype).to(DEVICE)
+        assert coded_triton.mixable(x, weight) and not any(coded_triton.mixable(y, weight) for y in (x.float(), x[:, 1:]))
+        # Scales in float32 lose their last bits; factors of rows are exact where a decoded matrix is rounded after them.
+        allowed = 3e-3 if weight.gains is not None else 1e-3 if weight.form == "float" else 1e-4
+        exact = operand(x, weight).double() @ coded_triton.decoded(weight, dtype).double().T
+        exact += bias.double()
+        for _ in range(2):
+            found = launch_mixed(operand(x, weight), weight, bias, torch.float32)
+            assert (found.double() - exact).norm() < allowed * exact.norm(), (rows, n, k)
+        if n % 128 == 0:
+            half = gated(exact, "silu")
+            found = launch_mixed(operand(x, weight), weight, bias, torch.float32, "silu")
+            assert (found.double() - half).norm() < 8e-3 * half.norm(), (rows, n, k)
 
 
 @pytest.mark.parametrize("kind", gguf_codes.NAMES)

@@ -16,7 +16,7 @@ from penstock.ops.coded_forms import FP8, MOST, NAMES, CodedWeight, coded, codes
 from penstock.ops.linear_triton import Tile, parts_of, tickets_of
 from penstock.ops.table import register
 
-kernels, plain = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernels")
+kernels, plain, mixed = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernels"), gpu.Kernels("mixed_kernels")
 
 MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
@@ -172,6 +172,55 @@ def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
     return out
 
 
+def launch_mixed(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
+                 gate: str | None = None, cut: tuple[int, int, int] | None = None) -> torch.Tensor:
+    """The product with a matrix of 4-bit codes, decoded into the tensor cores' registers: `mixable` says of which. cut: as
+    of `mixture`."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    rows, n, size = x.shape[0], weight.n if gate is None else weight.n // 2, weight.unit // 4
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    total, layout = weight.padded // weight.unit, NVMMASharedLayout(2 * size, 16, 2)
+    tall, split, stages = cut or mixture(rows, weight, gate is not None)
+    count = -(-n // 128) * -(-rows // tall)
+    programs, partial, tickets = parts_of(Tile(tall, 64, 1, split), count * 2, out, False)
+    mixed.mixed[(count, programs)](
+        TensorDescriptor.from_tensor(x, [tall, size], layout),
+        TensorDescriptor.from_tensor(weight.data.view(torch.int16).view(-1, size), [64, size], layout),
+        weight.words, weight.gains, bias, out, partial, tickets, rows, n, total, weight.spread, split=split, stages=stages,
+        group=8, kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, gate=gate, num_warps=4,
+        **gpu.linked(x.device))
+    return out
+
+
+def mixture(rows: int, weight: CodedWeight, gated: bool) -> tuple[int, int, int]:
+    """The cut of `launch_mixed`: rows of x in a program, parts of K, and stages."""
+    tall, split = max(32, min(128, gpu.covering(rows))), 1
+    count = -(-(weight.n // 2 if gated else weight.n) // 128) * -(-rows // tall)
+    while not gated and count * split * 2 <= gpu.MULTIPROCESSORS and weight.padded // weight.unit // split >= 8:
+        split *= 2
+    return tall, split, (3 if gated else 4) * 128 // weight.unit
+
+
+def mixes(rows: int, weight: CodedWeight, gated: bool) -> bool:
+    """Whether `launch_mixed` is faster than what serves else."""
+    if rows <= 64:
+        return rows > 32 or (rows > 16 and not gated)
+    # Rows that all multiprocessors could compute in the time, beside those of the library and of decoding the matrix for it.
+    tall, split, _ = mixture(rows, weight, gated)
+    across = -(-weight.n // (256 if gated else 128))
+    turns = -(-across * -(-rows // tall) * split // gpu.MULTIPROCESSORS)
+    slower = 1.45 if weight.unit == 64 or weight.form == "shifts" else 1.2 if weight.kind == "e2m1" else 1.0
+    return slower * turns * gpu.MULTIPROCESSORS * tall / (across * split) <= (300 if gated else 240) + 0.79 * rows
+
+
+def mixable(x: torch.Tensor, weight: CodedWeight) -> bool:
+    """Whether `launch_mixed` can serve: on Hopper alone, whose wgmma it needs."""
+    return (weight.kind in ("int4", "e2m1") and gpu.capability(x.device) == (9, 0) and x.dtype != torch.float32
+            and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0)
+
+
 def readable(x: torch.Tensor, weight: CodedWeight) -> bool:
     """Whether `launch_codes` serves."""
     return (x.shape[0] == 1 and weight.data.dtype is FP8 and weight.form == "row" and weight.order is None
@@ -257,11 +306,12 @@ class CodedTriton:
             x = x.index_select(1, weight.order)
         # Halves that no panel divides are gated apart.
         fused = gate if weight.n % 128 == 0 else None
-        few_rows = None
+        special = None
         if not self._invariant and x.shape[0]:
-            few_rows = launch_fragments if fragmented(x, weight) else launch_codes if readable(x, weight) else None
-        if few_rows is not None:
-            y = few_rows(x, weight, bias, dtype, fused)
+            special = (launch_fragments if fragmented(x, weight) else launch_codes if readable(x, weight)
+                       else launch_mixed if mixable(x, weight) and mixes(len(x), weight, gate is not None) else None)
+        if special is not None:
+            y = special(x, weight, bias, dtype, fused)
         else:
             cut = self._pick(x.shape[0], weight, gate is not None)
             codes, scales = (x, None) if weight.scaled == "none" else quantized(x, weight)

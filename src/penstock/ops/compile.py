@@ -127,11 +127,11 @@ def recording(chip: gpu.Chip, found: Callable[[Job], object] = id) -> Iterator[d
 def _entry(function: Any, described: dict[str, Any], options: dict[str, Any], target: Any) -> Path:
     """The cache entry that Triton's `compile` looks for: the file that lists a kernel's other files."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
-    from triton.compiler import ASTSource, make_backend
+    from triton.compiler import make_backend
     from triton.runtime.cache import get_cache_key, get_cache_manager
 
     backend = make_backend(target)
-    source = ASTSource(function, described["signature"], described["constants"], described["configs"][0])
+    source = function.ASTSource(function, described["signature"], described["constants"], described["configs"][0])
     options_of = backend.parse_options({name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
     key = get_cache_key(source, backend, options_of, get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
