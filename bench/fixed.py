@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -266,3 +267,33 @@ def _shared(prompts: list[list[int]]) -> int:
         return 0
     columns = zip(*prompts, strict=False)
     return next((at for at, column in enumerate(columns) if len(set(column)) > 1), min(map(len, prompts)))
+
+
+@contextmanager
+def as_peer() -> Iterator[None]:
+    """Random weights that are loaded in this context are as vLLM's dummy ones are at work, for times beside vLLM's.
+
+    vLLM draws floats from +-0.001 and leaves integers as they are, which is zero: codes of 4 bits and their scales are zero
+    here, and cards multiply zeros faster (788 and 894 TFLOP/s of an H200 in bfloat16). A router's logits of 1e-5 are all the
+    same probability in bfloat16, so that each token's picks are the same experts."""
+    import torch
+
+    from penstock.models import weights
+    from penstock.ops.coded_forms import CodedWeight
+
+    keep = weights._keep
+
+    def zeroed(values: Any, parameter: Any, placed: Any, away: Any) -> None:
+        if isinstance(placed, CodedWeight) and placed.four:
+            for part in (placed.data.view(torch.int32), placed.words):
+                if part is not None:
+                    part.zero_()
+        elif ".router" in parameter.name:
+            placed.data.zero_()
+        keep(values, parameter, placed, away)
+
+    weights._keep = zeroed
+    try:
+        yield
+    finally:
+        weights._keep = keep

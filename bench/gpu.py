@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,21 @@ from typing import Any
 
 import gpu_curves
 import timeline
-from fixed import COPY, LONG_PROMPTS, LONG_STEPS, PEER, SHAPES, TARGET, Ask, floor, step_bytes, step_floor, workloads, write
+from fixed import (
+    COPY,
+    LONG_PROMPTS,
+    LONG_STEPS,
+    PEER,
+    SHAPES,
+    TARGET,
+    Ask,
+    as_peer,
+    floor,
+    step_bytes,
+    step_floor,
+    workloads,
+    write,
+)
 from penstock.cli.bench import add_common, finish, offline
 from penstock.cli.bench.offline import seconds_for
 from penstock.config.flags import Collect, Parser, add_flags, from_args, integer, listed, number
@@ -144,7 +158,7 @@ def _bench(name: str, args: argparse.Namespace, longest: bool = False, **changes
         if options["max_model_len"] is None and not longest:
             options["max_model_len"] = min(_USUAL_LENGTH, SHAPES[name]["max_position_embeddings"])
         start = time.perf_counter()
-        with LLM(**options | changes) as llm:
+        with as_peer() if args.peer_weights else nullcontext(), LLM(**options | changes) as llm:
             yield _Bench(name, args, llm, time.perf_counter() - start)
 
 
@@ -312,6 +326,8 @@ def _parser() -> Parser:
                        help="requests at once over HTTP (default: 1,32,256)")
     group.add_argument("--client", type=Path, metavar="FILE",
                        help="script that loads the server instead of `penstock bench serve` (bench/gpu_http.py)")
+    group.add_argument("--peer-weights", action="store_true", help="weights as vLLM's dummy ones are at work, with which the "
+                       "peer's figures were taken: routers that pick the same experts for every token, 4-bit codes of zero")
     group.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the curve, and the gaps of --profile, as SVG there")
     group.add_argument("--profile", type=Path, metavar="FOLDER", help="also write Chrome traces of runs of their own there")
     return parser

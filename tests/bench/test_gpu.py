@@ -24,11 +24,15 @@ import gpu_memory
 import gpu_processes
 import gpu_starts
 import timeline
+from penstock import models
 from penstock.cli.bench import offline
 from penstock.cli.bench.environment import environment
 from penstock.cli.main import main
 from penstock.core.errors import ConfigError
 from penstock.engine.llm import LLM
+from penstock.models import weights
+from penstock.ops import registry
+from penstock.platform.facts import detect
 
 TINY: dict[str, Any] = fixed.SHAPES["llama8b"] | {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -531,3 +535,21 @@ def test_curves_from_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_clock_of_a_soak_is_the_wall_s() -> None:
     began = time.monotonic()
     assert gpu_memory.soak(_Soaked(), 0.05)["seconds"] <= time.monotonic() - began  # type: ignore[arg-type]
+
+
+def test_weights_as_the_peer_draws_them() -> None:
+    """Routers are zero, and in this context alone; other weights stay random."""
+    config = fixed.SHAPES["qwen30b_a3b"] | {
+        "hidden_size": 64, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 64, "moe_intermediate_size": 32}
+    spec, facts = models.describe(config), detect("cpu")
+    kernels = registry.bind(facts, torch.float32)
+
+    def routers() -> list[bool]:
+        values = weights.dummy(spec, dtype=torch.float32, device=torch.device("cpu"), kernels=kernels, seed=0, progress=None)
+        assert all(value.data.any() for name, value in values.items() if "router" not in name and value.data.dim() > 1)
+        return [bool(value.data.any()) for name, value in values.items() if "router" in name]
+
+    with fixed.as_peer():
+        assert routers() == [False]
+    assert routers() == [True]

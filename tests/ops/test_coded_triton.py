@@ -28,7 +28,7 @@ WEIGHT_ONLY: list[Any] = [
     Grouped(4, 32, scales="float32"), Grouped(4, 0), Grouped(4, 0, "uint8"), Grouped(4, 128, ordered=True), Grouped(8, 128),
     Grouped(8, 64, "uint8"), Grouped(8, 32, "float32"), Grouped(8, 0), Grouped(2, 64), Grouped(3, 32, "uint8")]
 ROUNDED: list[Any] = [FP8("token"), FP8("tensor"), FP8("group", (128, 128)), Int8("token"), Int8("tensor")]
-CUTS = [Tile(16, 64, 1, stages=2, swap=True), Tile(16, 64, 2, split=2, swap=True), Tile(32, 128, 1, group=2),
+CUTS = [Tile(16, 64, 1, stages=2), Tile(16, 64, 2, split=2), Tile(32, 128, 1, group=2),
         Tile(32, 64, 1, split=2, joined=True)]
 
 SIZES = [(3, 70, 384), (17, 128, 640), (33, 192, 256), (5, 64, 640)]

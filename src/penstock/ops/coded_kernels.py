@@ -128,24 +128,18 @@ def _either(word, place, odd: tl.constexpr):
 
 
 @triton.jit
-def _beside(row, swap: tl.constexpr):
-    """A number of each row of the weight, beside sums."""
-    return row[:, None] if swap else row[None, :]
-
-
-@triton.jit
-def _times(w, x, total, swap: tl.constexpr):
+def _times(w, x, total):
     """The products of rows w [n, k] and x [m, k] added to sums of `_dot`; of one row x, to those of each column: [n, k]."""
     if x.shape[0] == 1:
         total += w.to(tl.float32) * x.to(tl.float32)
     else:
-        total = _dot(w, x, total, swap)
+        total = _dot(w, x, total, True)
     return total
 
 
 @triton.jit
 def _unit(total, code, x, words, xs, table, table_words, second: tl.constexpr, kind: tl.constexpr, form: tl.constexpr,
-          half: tl.constexpr, scales: tl.constexpr, grouped: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
+          half: tl.constexpr, scales: tl.constexpr, grouped: tl.constexpr, fast: tl.constexpr):
     """Adds the product of a unit of columns to the sums. x: its columns, by quarters where the codes have 4 bits.
 
     `words` has the unit's scales, of which that of a `second` unit is in the upper half; `xs` x's scales, if it has one a unit.
@@ -172,7 +166,7 @@ def _unit(total, code, x, words, xs, table, table_words, second: tl.constexpr, k
                 w = _numbers(found[i], zero, kind, dtype)
             else:
                 w = (code.to(tl.float32) - zero).to(dtype)
-            part = _times(w, x[i], part, swap)
+            part = _times(w, x[i], part)
         if form == "row":
             total = part
         else:
@@ -183,16 +177,15 @@ def _unit(total, code, x, words, xs, table, table_words, second: tl.constexpr, k
             else:
                 factor = _lower(word, half)
             if grouped:
-                part = part * (xs[None, :] if swap else xs[:, None])
-            total += part * _beside(factor, swap)
+                part = part * xs[None, :]
+            total += part * factor[:, None]
             if form == "shifts":
                 whole = x[g * pieces].to(tl.float32)
                 for i in tl.static_range(g * pieces + 1, (g + 1) * pieces):
                     whole += x[i].to(tl.float32)
                 if x[0].shape[0] > 1:
-                    row = tl.sum(whole, 1)
-                    whole = row[None, :] if swap else row[:, None]
-                total += _beside(_upper(word, half), swap) * whole
+                    whole = tl.sum(whole, 1)[None, :]
+                total += _upper(word, half)[:, None] * whole
     return total
 
 
@@ -221,7 +214,7 @@ def _scales(line, place, spread, lines: tl.constexpr, odd: tl.constexpr):
 def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, end, share, spread, height: tl.constexpr,
           width: tl.constexpr, unit: tl.constexpr, count: tl.constexpr, stages: tl.constexpr, even: tl.constexpr,
           kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, scales: tl.constexpr, scaled: tl.constexpr,
-          gated: tl.constexpr, joined: tl.constexpr, swap: tl.constexpr, fast: tl.constexpr):
+          gated: tl.constexpr, joined: tl.constexpr, fast: tl.constexpr):
     """A tile's sums over the columns [begin, end), `count` units a step, and gated those of the rows n below.
 
     x, at and beside point to column 0 of x's rows, which are rows `row` of xs, and of both halves' codes; `own` are the rows
@@ -259,11 +252,11 @@ def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, 
                     other_word = _scales(line + n, place, spread, lines, odd)
             code = tl.load(at + place.to(tl.int64) * step)
             total = _unit(total, code, a, word, factor, table, table_words, u % per == 1, kind, form, half, scales,
-                          scaled == "group", swap, fast)
+                          scaled == "group", fast)
             if gated:
                 code = tl.load(beside + place.to(tl.int64) * step)
                 other = _unit(other, code, a, other_word, factor, table, table_words, u % per == 1, kind, form, half, scales,
-                              scaled == "group", swap, fast)
+                              scaled == "group", fast)
         if joined and (start + unit * count) % share == 0:
             whole += total
             total = tl.zeros((height, width), sums)
@@ -275,7 +268,7 @@ def _walk(x, within, at, beside, xs, row, rows, words, own, n, table, k, begin, 
 @triton.jit(do_not_specialize=("rows", "stride"))
 def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows, n, k, stride, padded, spread,
             tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, count: tl.constexpr, split: tl.constexpr,
-            joined: tl.constexpr, swap: tl.constexpr, even: tl.constexpr, align: tl.constexpr, group: tl.constexpr,
+            joined: tl.constexpr, even: tl.constexpr, align: tl.constexpr, group: tl.constexpr,
             kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, scales: tl.constexpr, scaled: tl.constexpr,
             four: tl.constexpr, gate: tl.constexpr, linked: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr):
     """out [rows, n] = x [rows, k] times the coded matrix, transposed; with a `gate` the matrix is [2 n, k] and out =
@@ -301,16 +294,13 @@ def product(x, xs, codes, words, gains, table, bias, out, partial, tickets, rows
         beside = at + tl.cast(n, tl.int64) * padded
     follow(linked)
     v = x + rm.to(tl.int64)[:, None] * (stride.to(tl.int64) * align) + rk[None, :]
-    height: tl.constexpr = wide if swap else tall
-    width: tl.constexpr = tall if swap else wide
-    total, other = _walk(v, rm < rows, at, beside, xs, rm, rows, words, kept, n, table, k, begin, end, share, spread, height,
-                         width, unit, count, stages, even, kind, form, half, scales, scaled, gate is not None, joined, swap,
-                         fast)
+    total, other = _walk(v, rm < rows, at, beside, xs, rm, rows, words, kept, n, table, k, begin, end, share, spread, wide,
+                         tall, unit, count, stages, even, kind, form, half, scales, scaled, gate is not None, joined, fast)
     last = True
     if split > 1 and not joined:
-        last, total, other = _together(total, other, partial, tickets, tile, split, gate is not None, height, width)
+        last, total, other = _together(total, other, partial, tickets, tile, split, gate is not None, wide, tall)
     if last:
-        y, z = (total.T if swap else total).to(tl.float32), (other.T if swap else other).to(tl.float32)
+        y, z = total.T.to(tl.float32), other.T.to(tl.float32)
         if scaled == "token":
             each = tl.load(xs + rm, mask=rm < rows, other=0.0)[:, None]
             y, z = y * each, z * each

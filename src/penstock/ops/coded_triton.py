@@ -18,7 +18,7 @@ from penstock.ops.table import register
 
 kernels, plain, mixed = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernels"), gpu.Kernels("mixed_kernels")
 
-MANY = Tile(128, 128, 1, warps=8, stages=3, swap=True, group=8)
+MANY = Tile(128, 128, 1, warps=8, stages=3, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
 NARROW = MANY._replace(tall=64)
 """The same for codes of 4 bits, whose conversion wants more programs."""
@@ -51,7 +51,7 @@ def few(rows: int, weight: CodedWeight, gated: bool) -> Tile:
         stages = (8 if weight.kind == "plain" else 5) if rows <= 32 else 6
     if weight.scales > 1 or weight.kind == "table4":
         stages = 3
-    return Tile(tall, 64, units, parts(weight, gated), stages=stages, swap=True)
+    return Tile(tall, 64, units, parts(weight, gated), stages=stages)
 
 
 def converted(weight: CodedWeight) -> int:
@@ -75,7 +75,7 @@ def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
     programs = -(-weight.n // 64) * -(-rows // 128)
     if rows > 128 and weight.n > 4096 and weight.four:
         return NARROW._replace(warps=4)
-    return Tile(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, swap=True, group=8)
+    return Tile(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, group=8)
 
 
 def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Tile:
@@ -85,7 +85,7 @@ def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Tile:
         return cut._replace(tall=min(64, gpu.covering(max(16, rows))))
     if cut.split == 1:
         return NARROW if weight.four else MANY
-    return Tile(128, 64, 1, cut.split, stages=3, swap=True, group=8, joined=True)
+    return Tile(128, 64, 1, cut.split, stages=3, group=8, joined=True)
 
 
 def aligned(x: torch.Tensor) -> int:
@@ -108,7 +108,7 @@ def launch(cut: Tile, x: torch.Tensor, xs: torch.Tensor | None, weight: CodedWei
     kernels.product[(count, programs)](
         x, xs, weight.data, weight.words, weight.gains, weight.table, bias, out, partial, tickets, rows, n, weight.k,
         x.stride(0) // align, weight.padded, weight.spread, tall=cut.tall, wide=cut.wide, unit=weight.unit, count=cut.deep,
-        split=cut.split, joined=cut.joined, swap=cut.swap, even=weight.k == weight.padded, align=align, group=cut.group,
+        split=cut.split, joined=cut.joined, even=weight.k == weight.padded, align=align, group=cut.group,
         kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, scaled=weight.scaled,
         four=weight.four, gate=gate, stages=cut.stages, fast=x.device.type != "cpu", num_warps=cut.warps,
         num_stages=cut.stages, **gpu.linked(x.device))

@@ -101,4 +101,4 @@ def product(tile: "Tile", x: torch.Tensor, stack: Stack, bias: torch.Tensor | No
         return
     grid = (-(-n // tile.wide), len(found.tile_expert) if found is not None else stack.count)
     kernels.product[grid](*read, *(found or (picks,) * 4), scales, total, n, stack.k, *sizes, arranged=found is not None,
-                          block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, swap=tile.swap, **shared)
+                          block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, **shared)

@@ -6,7 +6,7 @@ codes those of ops/coded_forms.py::CodedWeight: a stack is one matrix [E * n, k]
 import triton
 import triton.language as tl
 
-from penstock.ops.coded_kernels import _beside, _walk
+from penstock.ops.coded_kernels import _walk
 from penstock.ops.experts_kernels import _leave, _matches, _ranked, _sorted_picks
 from penstock.ops.linked_kernel import follow
 
@@ -28,20 +28,20 @@ def _codes(codes, where, expert, base, row, k, rk, size: tl.constexpr, four: tl.
 
 
 @triton.jit
-def _finish(total, gains, row, each, scaled: tl.constexpr, swap: tl.constexpr):
+def _finish(total, gains, row, each, scaled: tl.constexpr):
     """Sums as float32, times the scales of x's rows and of the matrix's."""
     total = total.to(tl.float32)
     if scaled == "token":
-        total *= each[None, :] if swap else each[:, None]
+        total *= each[None, :]
     if gains is not None:
-        total *= _beside(tl.load(gains + row), swap)
+        total *= tl.load(gains + row)[:, None]
     return total
 
 
 @triton.jit
 def _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride, rows,
           padded, spread, count: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr,
-          swap: tl.constexpr, even: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
+          even: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr,
           parts: tl.constexpr, scaled: tl.constexpr, four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr,
           gated: tl.constexpr, activation: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
           inward: tl.constexpr):
@@ -55,27 +55,25 @@ def _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, p
     at = _codes(codes, where, expert, base, kept, padded, rk, size, four)
     row = (pick // count if gated else places).to(tl.int64)
     v = x + row[:, None] * stride + rk[None, :]
-    height: tl.constexpr = wide if swap else tall
-    width: tl.constexpr = tall if swap else wide
     beside = _codes(codes, where, expert, base, kept + n, padded, rk, size, four) if gated else at
-    total, other = _walk(v, within, at, beside, xs, row, rows, words, own, n, table, k, 0, padded, padded, spread, height,
-                         width, unit, units, stages, even, kind, form, half, parts, scaled, gated, False, swap, fast)
+    total, other = _walk(v, within, at, beside, xs, row, rows, words, own, n, table, k, 0, padded, padded, spread, wide,
+                         tall, unit, units, stages, even, kind, form, half, parts, scaled, gated, False, fast)
     each = tl.load(xs + row, mask=within, other=0.0) if scaled == "token" else row
-    total = _finish(total, gains, own, each, scaled, swap)
+    total = _finish(total, gains, own, each, scaled)
     if gated:
-        other = _finish(other, gains, own + n, each, scaled, swap)
+        other = _finish(other, gains, own + n, each, scaled)
     else:
         other = total
     weight = tl.load(scales + pick, mask=within, other=0.0)
-    _leave(total, other, bias, out, base, n, rn, places if gated else pick, within, weight, swap, gated, activation, alpha,
+    _leave(total, other, bias, out, base, n, rn, places if gated else pick, within, weight, True, gated, activation, alpha,
            limit, shift, inward)
 
 
 @triton.jit(do_not_specialize=("total", "rows"))
 def product(x, xs, codes, where, words, gains, table, bias, out, picks, order, starts, tile_expert, tile_place, scales, total,
             n, k, stride, rows, padded, spread, arranged: tl.constexpr, count: tl.constexpr, block: tl.constexpr,
-            tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr, swap: tl.constexpr,
-            even: tl.constexpr, kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr,
+            tall: tl.constexpr, wide: tl.constexpr, unit: tl.constexpr, units: tl.constexpr, even: tl.constexpr,
+            kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr,
             scaled: tl.constexpr, four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr,
             activation: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr,
             linked: tl.constexpr):
@@ -90,7 +88,7 @@ def product(x, xs, codes, where, words, gains, table, bias, out, picks, order, s
             return
         places, within, pick = _sorted_picks(order, starts, tile_place, expert, tall)
         _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride,
-              rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled, four, stages,
+              rows, padded, spread, count, tall, wide, unit, units, even, kind, form, half, parts, scaled, four, stages,
               fast, gated, activation, alpha, limit, shift, inward)
     else:
         expert = tl.program_id(1)
@@ -99,7 +97,7 @@ def product(x, xs, codes, where, words, gains, table, bias, out, picks, order, s
             slot = first + tl.arange(0, tall)
             pick = _ranked(match, rank, slot, block)
             _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, pick, pick, slot < mine, column, n, k,
-                  stride, rows, padded, spread, count, tall, wide, unit, units, swap, even, kind, form, half, parts, scaled,
+                  stride, rows, padded, spread, count, tall, wide, unit, units, even, kind, form, half, parts, scaled,
                   four, stages, fast, gated, activation, alpha, limit, shift, inward)
 
 
@@ -127,12 +125,12 @@ def picked(x, xs, codes, where, words, gains, table, bias, out, picks, scales, n
     within = pick >= 0
     total, other = _walk(x + row[:, None] * stride + rk[None, :], within, at, beside, xs, row, rows, words, own, n, table, k, 0,
                          padded, padded, spread, wide, size, unit, units, stages, even, kind, form, half, parts, scaled, gated,
-                         False, True, fast)
+                         False, fast)
     each = tl.load(xs + row) if scaled == "token" else row
-    total = _finish(tl.sum(total, 1)[None, :], gains, own, each, scaled, False)
+    total = _finish(tl.sum(total, 1)[:, None], gains, own, each, scaled)
     if gated:
-        other = _finish(tl.sum(other, 1)[None, :], gains, own + n, each, scaled, False)
+        other = _finish(tl.sum(other, 1)[:, None], gains, own + n, each, scaled)
     else:
         other = total
-    _leave(total, other, bias, out, base, n, rn, pick, within, tl.load(scales + pick), False, gated, activation, alpha, limit,
+    _leave(total, other, bias, out, base, n, rn, pick, within, tl.load(scales + pick), True, gated, activation, alpha, limit,
            shift, inward)

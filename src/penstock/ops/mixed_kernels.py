@@ -97,18 +97,6 @@ def _factors(words, unit, own, scales: gl.constexpr, form: gl.constexpr, half: g
 
 
 @gluon.jit
-def _turned(word, words, unit, after, own, spread, scales: gl.constexpr, form: gl.constexpr, half: gl.constexpr,
-            early: gl.constexpr, dtype: gl.constexpr):
-    """The factors of a unit, and the words of the unit `after` it, of which `word` was read a turn before (`early`)."""
-    if not early:
-        word = _words(words, unit, own, spread, scales, form)
-    factors = _factors(word, unit, own, scales, form, half, dtype)
-    if early:
-        word = _words(words, after, own, spread, scales, form)
-    return factors, word
-
-
-@gluon.jit
 def _numbers(code, factors, piece: gl.constexpr, kind: gl.constexpr, form: gl.constexpr, half: gl.constexpr,
              dtype: gl.constexpr):
     """The numbers [64, unit / 4] of a piece of a unit."""
@@ -125,64 +113,72 @@ def _numbers(code, factors, piece: gl.constexpr, kind: gl.constexpr, form: gl.co
 
 
 @gluon.jit
-def _finished(sums, gains, bias, at, n):
-    """Sums [64, rows of x] of the outputs `at`, times their gains, plus their bias."""
+def _prepared(word, words, codes, place, unit, after, own, spread, kind: gl.constexpr, form: gl.constexpr, half: gl.constexpr,
+              scales: gl.constexpr, early: gl.constexpr, dtype: gl.constexpr, operand: gl.constexpr):
+    """A unit's first piece of numbers, its codes of 64 rows, their factors, and words of scales: of the unit `after` it if they
+    are read `early`, a turn before they are needed."""
+    if not early:
+        word = _words(words, unit, own, spread, scales, form)
+    factors = _factors(word, unit, own, scales, form, half, dtype)
+    if early:
+        word = _words(words, after, own, spread, scales, form)
+    code = codes.index(place).load(operand)
+    return _numbers(code, factors, 0, kind, form, half, dtype), code, factors, word
+
+
+@gluon.jit
+def _finished(sums, gains, bias, at, own, n):
+    """Sums [64, rows of x] of the outputs `own`, times the gains `at`, plus the bias."""
     if gains is not None:
-        sums = sums * gl.load(gains + at, mask=at < n, other=0.0)[:, None]
+        sums = sums * gl.load(gains + at, mask=own < n, other=0.0)[:, None]
     if bias is not None:
-        sums = sums + gl.load(bias + at, mask=at < n, other=0.0).to(gl.float32)[:, None]
+        sums = sums + gl.load(bias + at, mask=own < n, other=0.0).to(gl.float32)[:, None]
     return sums
 
 
 @gluon.jit
 def _multiply(who: gl.constexpr, rooms, codes, full, empty, words, gains, bias, out, partial, tickets, row, panel, begin, units,
-              rows, n, spread, stages: gl.constexpr, split: gl.constexpr, kind: gl.constexpr,
-              form: gl.constexpr, half: gl.constexpr, scales: gl.constexpr, gate: gl.constexpr, dtype: gl.constexpr):
+              rows, n, spread, stages: gl.constexpr, split: gl.constexpr, kind: gl.constexpr, form: gl.constexpr,
+              half: gl.constexpr, scales: gl.constexpr, gate: gl.constexpr, dtype: gl.constexpr):
     """Warpgroup `who`: 64 rows of the matrix from panel + who on, gated also those n rows below. Numbers are decoded while the
     products of the piece before are computed."""
     tall: gl.constexpr = rooms.shape[1]
     parts: gl.constexpr = 1 if gate is None else 2
+    early: gl.constexpr = gate is None or form != "shifts"  # else registers spill
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tall, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
     own = (panel + who) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
-    total, other = gl.zeros([64, tall], gl.float32, sums), gl.zeros([64, tall], gl.float32, sums)
-    early: gl.constexpr = gate is None or form != "shifts"  # else registers spill
-    word, after = _words(words, begin, own, spread, scales, form), begin + gl.minimum(1, units - 1)
-    factors, word = _turned(word, words, begin, after, own, spread, scales, form, half, early, dtype)
+    totals, ready = (), ()
     mbarrier.wait(full.index(0), 0)
-    code = codes.index(who).load(operand)
-    w = _numbers(code, factors, 0, kind, form, half, dtype)
-    if gate is not None:
-        other_word = _words(words, begin, own + n, spread, scales, form)
-        lower, other_word = _turned(other_word, words, begin, after, own + n, spread, scales, form, half, early, dtype)
-        below = codes.index(2 + who).load(operand)
-        v = _numbers(below, lower, 0, kind, form, half, dtype)
+    for h in gl.static_range(parts):
+        totals = totals + (gl.zeros([64, tall], gl.float32, sums),)  # noqa: RUF005
+        word = _words(words, begin, own + h * n, spread, scales, form)
+        ready = ready + (_prepared(word, words, codes, h * 2 + who, begin, begin + gl.minimum(1, units - 1), own + h * n,  # noqa: RUF005
+                                   spread, kind, form, half, scales, early, dtype, operand),)
     for turn in range(units):
+        numbers = ready
         for piece in gl.static_range(4):
-            x = rooms.index(turn % stages * 4 + piece).permute((1, 0))
-            total = warpgroup_mma(w, x, total, is_async=True)
-            if gate is not None:
-                other = warpgroup_mma(v, x, other, is_async=True)
+            x, pending, following = rooms.index(turn % stages * 4 + piece).permute((1, 0)), (), ()
+            for h in gl.static_range(parts):
+                pending = pending + (warpgroup_mma(numbers[h][0], x, totals[h], is_async=True),)  # noqa: RUF005
+            totals = pending
             if piece < 3:
-                w = _numbers(code, factors, piece + 1, kind, form, half, dtype)
-                if gate is not None:
-                    v = _numbers(below, lower, piece + 1, kind, form, half, dtype)
+                for h in gl.static_range(parts):
+                    following = following + ((_numbers(ready[h][1], ready[h][2], piece + 1, kind, form, half, dtype),),)  # noqa: RUF005
+                numbers = following
         # The last turn reads its own codes again.
         then, after = gl.minimum(turn + 1, units - 1), begin + gl.minimum(turn + 2, units - 1)
-        factors, word = _turned(word, words, begin + then, after, own, spread, scales, form, half, early, dtype)
         mbarrier.wait(full.index(then % stages), then // stages & 1)
-        code = codes.index(then % stages * parts * 2 + who).load(operand)
-        w = _numbers(code, factors, 0, kind, form, half, dtype)
-        if gate is not None:
-            lower, other_word = _turned(other_word, words, begin + then, after, own + n, spread, scales, form, half, early,
-                                        dtype)
-            below = codes.index((then % stages * 2 + 1) * 2 + who).load(operand)
-            v = _numbers(below, lower, 0, kind, form, half, dtype)
-            total, other = warpgroup_mma_wait(0, deps=(total, other))
-        else:
-            total = warpgroup_mma_wait(0, deps=(total,))
+        prepared = ()
+        for h in gl.static_range(parts):
+            prepared = prepared + (_prepared(ready[h][3], words, codes, (then % stages * parts + h) * 2 + who, begin + then,  # noqa: RUF005
+                                             after, own + h * n, spread, kind, form, half, scales, early, dtype, operand),)
+        ready = prepared
+        totals = warpgroup_mma_wait(0, deps=totals)
+        if parts == 1:
+            totals = (totals,)
         mbarrier.arrive(empty.index(turn % stages), count=1)
-    last = True
+    total, last = totals[0], True
     if split > 1:
         tile = gl.program_id(0) * 2 + who
         mine = (gl.arange(0, 64, layout=gl.SliceLayout(1, sums))[:, None] * tall
@@ -198,11 +194,11 @@ def _multiply(who: gl.constexpr, rooms, codes, full, empty, words, gains, bias, 
                 total += gl.load(room + i * (64 * tall) + mine)
     if last:
         at = (panel + who) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, sums))
-        y = _finished(total, gains, bias, at, n)
+        y = _finished(total, gains, bias, at, at, n)
         if gate is not None:
-            z = _finished(other, None if gains is None else gains + n, None if bias is None else bias + n, at, n)
             # Rounded first, as separate kernels do.
-            y = activate(y.to(dtype).to(gl.float32), gate) * z.to(dtype).to(gl.float32)
+            z = _finished(totals[1], gains, bias, at + n, at, n).to(dtype)
+            y = activate(y.to(dtype).to(gl.float32), gate) * z.to(gl.float32)
         flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
         y = gl.convert_layout(y.to(out.dtype.element_ty), flat)
         at = (panel + who) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, flat))
