@@ -67,7 +67,9 @@ def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
     if weight.kind == "plain":
         if weight.data.dtype is FP8 and (weight.form == "row" or weight.blocks is not None):
             return None
-        return MANY
+        programs = -(-weight.n // 64) * -(-rows // 128)
+        few_programs = Tile(128, 64, 1, 2 if programs <= 64 else 1)
+        return few_programs if programs <= 256 and not gated else MANY
     if rows > converted(weight) or (rows > 128 and weight.n <= 4096 and not weight.four):
         return None
     if gated:

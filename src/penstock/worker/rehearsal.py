@@ -123,7 +123,7 @@ def _examples(most: int) -> list[int]:
 
 
 def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len: int, page: int) -> tuple[Decoder, int]:
-    """Returns the model on meta tensors with one block of each kind, and its number of cache groups.
+    """Returns the model on meta tensors with one block of each kind and the last one, and its number of cache groups.
 
     Blocks are of one kind if their specs, how their matrices are stored and the alignment of their cache fields are equal."""
     name = str(dtype).removeprefix("torch.")
@@ -141,7 +141,8 @@ def _model(spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, max_model_len:
         mine = views[at:at + sum(len(mixer.states(name)) for mixer in block.mixers)]
         at += len(mine)
         places = [(view.group, *(field.data_ptr() % 16 for field in view.fields.values())) for view in mine]
-        kinds.setdefault((block, *stored[str(spec.first + number)], *places), (number, mine))
+        last = number == len(spec.blocks) - 1  # of which a step computes fewer rows
+        kinds.setdefault((last, block, *stored[str(spec.first + number)], *places), (number, mine))
     short = spec.with_blocks([number for number, _ in kinds.values()])
     values = Values()
     for parameter in short.parameters():
