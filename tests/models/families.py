@@ -25,6 +25,7 @@ PROMPT = 75
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODELS = {"Llama4Text": "Llama4ForCausalLM", "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel",
+          "Gemma3nText": "Gemma3nForCausalLM", "Gemma4Text": "Gemma4ForCausalLM",
           "Exaone": "LlamaForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 """Model classes that are not called `kind` + ForCausalLM."""
 
@@ -426,7 +427,7 @@ def make(case: Case, folder: Path) -> torch.nn.Module:
 def randomise(model: torch.nn.Module) -> None:
     """Matrices N(0, 1.5 / columns), norms off their rest by about 0.3, biases well away from zero."""
     generator = torch.Generator().manual_seed(3)
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if "correction" in name]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if "correction" in name or "scalar" in name]
     for name, parameter in (*model.named_parameters(), *buffers):
         noise = torch.randn(parameter.shape, generator=generator)
         if "e_score_correction_bias" in name:

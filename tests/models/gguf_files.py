@@ -17,6 +17,26 @@ from safetensors.torch import load_file
 from tests.models.families import CASES, Case, rope
 from tests.models.foreign import Weights
 
+_GEMMA = {"vocab_size": 199, "vocab_size_per_layer_input": 199, "hidden_size": 48, "num_hidden_layers": 6,
+          "layer_types": ["sliding_attention", "full_attention"] * 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "head_dim": 16, "sliding_window": 20, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+          "pad_token_id": 0, "final_logit_softcapping": 20.0}
+_SHARED = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+FOREIGN = [
+    Case("gemma3n", "Gemma3nText", {**_GEMMA, **_SHARED, "laurel_rank": 4, "intermediate_size": [64] * 6,
+                                    "activation_sparsity_pattern": [0.6, 0.6, 0.9, 0.0, 0.0, 0.0]}),
+    Case("gemma4", "Gemma4Text", {**_GEMMA, **_SHARED, "global_head_dim": 32, "intermediate_size": 64,
+                                  "use_double_wide_mlp": True}),
+    Case("gemma4 plain", "Gemma4Text", {**_GEMMA, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+                                        "global_head_dim": 32, "intermediate_size": 64, "attention_k_eq_v": True,
+                                        "num_global_key_value_heads": 1, "final_logit_softcapping": None}),
+    Case("gemma4 experts", "Gemma4Text", {
+        **_GEMMA, "hidden_size": 64, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 32,
+        "intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
+        "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}),
+    Case("gemma4 wide", "Gemma4Text", {**_GEMMA, "hidden_size": 64, "hidden_size_per_layer_input": 32,
+                                       "num_kv_shared_layers": 2, "global_head_dim": 32, "intermediate_size": 64})]
+"""Families that run through transformers' modules."""
 _MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.9, mscale_all_dim=0.9)
 _HERE = {
     "llama4": ("llama4-interleaved", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "attention_bias": False,
@@ -65,7 +85,7 @@ KINDS = {
     "apertus": "apertus-llama3", "apertus odd": "apertus-plain", "falcon two": "falcon-grouped",
     "glm-dsa": "glm5-long", "afmoe": "afmoe-plain", "xverse": "llama-plain", "exaone": "llama-plain",
 
-    **{kind: name for kind, (name, _) in _HERE.items()}}
+    **{kind: name for kind, (name, _) in _HERE.items()}, **{case.name: case.name for case in FOREIGN}}
 """Architectures, perhaps with a word that tells their entries apart, and cases of `families.py`."""
 PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "xverse", "internlm2",
             "baichuan"}
@@ -81,7 +101,8 @@ KEYS = {
     ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"): "attention.layer_norm_epsilon",
     ("head_dim",): "attention.key_length", ("sliding_window",): "attention.sliding_window",
     ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"): "expert_count",
-    ("num_experts_per_tok", "moe_k", "moe_topk"): "expert_used_count", ("moe_intermediate_size",): "expert_feed_forward_length",
+    ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"): "expert_used_count",
+    ("moe_intermediate_size",): "expert_feed_forward_length",
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"): "expert_shared_count",
     ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"): "leading_dense_block_count",
     ("routed_scaling_factor", "route_scale"): "expert_weights_scale", ("norm_topk_prob", "route_norm"): "expert_weights_norm",
@@ -98,7 +119,7 @@ KEYS = {
 
 
 def case_of(kind: str) -> Case:
-    case = next(case for case in CASES if case.name == KINDS[kind])
+    case = next(case for case in (*CASES, *FOREIGN) if case.name == KINDS[kind])
     if kind == "qwen35moe":
         case = replace(case, rewrite=None)
     return replace(case, config={**case.config, **_HERE.get(kind, ("", {}))[1]})
@@ -195,8 +216,10 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
         factor = found["context_length"] / found["rope.scaling.original_context_length"]
         usual = (1 + np.log(factor) / np.log(found["rope.scaling.original_context_length"])) ** 0.5 if factor > 1 else 1.0
         found["rope.scaling.attn_factor"] = float(turns.get("short_mscale") or usual)
-    if config.get("layer_types") and arch in ("olmo2", "exaone4", "exaone-moe"):
+    if config.get("layer_types") and arch in ("olmo2", "exaone4", "exaone-moe", "gemma3n", "gemma4"):
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
+    if arch in ("gemma3n", "gemma4"):
+        found |= _gemmas(arch, config)
     if arch == "phi3":
         found.setdefault("attention.sliding_window", 0)
     if arch in ("deepseek2", "minicpm3", "glm-dsa"):
@@ -253,8 +276,29 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
         found["attention.head_count_kv"] = 1
     if arch == "chatglm":
         found |= {"rope.freq_base": 10000.0 * config["rope_ratio"], "rope.dimension_count": size // 2}
-    return {key: float(value) if key.endswith(("scale", "clamp_kqv", "attn_factor", "softcapping")) else value
-            for key, value in found.items()}
+    ends = ("scale", "clamp_kqv", "attn_factor", "softcapping")
+    return {key: float(value) if key.endswith(ends) and not isinstance(value, list) else value for key, value in found.items()}
+
+
+def _gemmas(arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma 3n and 4 have beside Gemma 3: values for each layer, and those of global layers."""
+    found = {"attention.shared_kv_layers": config["num_kv_shared_layers"],
+             "embedding_length_per_layer_input": config["hidden_size_per_layer_input"]}
+    if arch == "gemma3n":
+        scales = torch.distributions.Normal(0, 1).icdf(torch.tensor(config["activation_sparsity_pattern"]))
+        return {**found, "altup.active_idx": config["altup_active_idx"], "altup.num_inputs": config["altup_num_inputs"],
+                "activation_sparsity_scale": scales.tolist(), "feed_forward_length": config["intermediate_size"]}
+    local = [kind == "sliding_attention" for kind in config["layer_types"]]
+    apart = config["per_layer_config"][str(local.index(False))]
+    size, heads, own = apart["head_dim"], apart.get("num_key_value_heads"), len(local) - config["num_kv_shared_layers"]
+    found |= {"attention.key_length": size, "attention.value_length": size, "attention.key_length_swa": config["head_dim"],
+              "attention.value_length_swa": config["head_dim"], "rope.dimension_count": size,
+              "rope.dimension_count_swa": config["head_dim"]}
+    if heads is not None:
+        found["attention.head_count_kv"] = [config["num_key_value_heads"] if one else heads for one in local]
+    if config["use_double_wide_mlp"]:
+        found["feed_forward_length"] = [config["intermediate_size"] * (1 + (i >= own)) for i in range(len(local))]
+    return found
 
 
 def arranged(arch: str, tensors: Weights, config: dict[str, Any], absorbed: bool, *,
@@ -266,13 +310,23 @@ def arranged(arch: str, tensors: Weights, config: dict[str, Any], absorbed: bool
     if (config.get("rope_parameters") or {}).get("long_factor"):
         for which in ("long", "short"):
             yield f"rope_factors_{which}.weight", torch.tensor(config["rope_parameters"][f"{which}_factor"])
+    if arch == "gemma4":
+        turns = config["rope_parameters"]["full_attention"]
+        size = max(one["head_dim"] for one in config["per_layer_config"].values())
+        count = int(size * turns["partial_rotary_factor"] / 2)
+        yield "rope_freqs.weight", torch.tensor([1.0] * count + [1e30] * (size // 2 - count))
+    if arch in ("gemma3n", "gemma4") and config["num_kv_shared_layers"]:
+        # Files have what layers that share the keys of another never use.
+        shared, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+        for name, shape in (("k", (32, width)), ("v", (32, width)), ("k_norm", (16,))):
+            yield f"blk.{shared}.attn_{name}.weight", torch.ones(shape)
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if arch in PERMUTED and re.search(r"[.][qk]_proj[.]", name):
             tensor = halves_to_pairs(tensor, heads if ".q_proj" in name else kv_heads)
         if arch in NORMS_UP and "norm" in name and name.endswith("weight") and "linear_attn" not in name:
             tensor = tensor + 1
-        one = re.fullmatch(r"(.*[.]experts|.*layernorm[.]norms)[.]([0-9]+)[.](.*weight)", name)
+        one = re.fullmatch(r"(.*[.]experts|.*layernorm[.]norms|.*altup[a-z_]*projections)[.]([0-9]+)[.](.*weight)", name)
         if one is not None:
             experts.setdefault(f"{one[1].removesuffix('.norms')}.{one[3]}", {})[int(one[2])] = tensor
             continue
@@ -343,6 +397,8 @@ def _changed(arch: str, name: str, tensor: torch.Tensor, config: dict[str, Any],
             count = {"q": heads, "k": kv_heads}.get(part)
             flat = rows.flatten(0, -2)
             yield f"model.layers.{layer}.attention.w{part}.weight", flat if count is None else halves_to_pairs(flat, count)
+    elif "router.scale" in name or "per_expert_scale" in name:
+        yield f"blk.{layer}.ffn_{'gate_inp' if 'router.scale' in name else 'down_exps'}.scale", tensor
     elif "W_pack" in name:
         for part, rows in zip("qkv", tensor.chunk(3), strict=True):
             yield f"blk.{layer}.attn_{part}.weight", rows if part == "v" else halves_to_pairs(rows, heads)
@@ -388,6 +444,8 @@ def _delta(arch: str, name: str, tensor: torch.Tensor, config: dict[str, Any], i
 def _corrected(name: str) -> str:
     """Names that the converter changes before it looks them up."""
     for old, new in (("e_score_correction_bias", "e_score_correction.bias"), ("self_attn.sinks", "self_attn.sinks.weight"),
-                     ("expert_bias", "expert_bias.bias")):
+                     ("expert_bias", "expert_bias.bias"), ("layer_scalar", "layer_scalar.weight"),
+                     ("output_scale", "output_scale.weight"), ("experts.gate_up_proj", "experts.gate_up_proj.weight"),
+                     ("experts.down_proj", "experts.down_proj.weight")):
         name = name.replace(old, new) if name.endswith(old) else name
     return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,16 @@ def test_what_cannot_be_asked_is_refused(plain: Path, tmp_path: Path) -> None:
     assert configured(tmp_path, "gptq")["quantization_config"] == gptq
     with pytest.raises(ConfigError, match="quantization is 'fp8', but the model is quantized already, by 'gptq'"):
         configured(tmp_path, "fp8")
+
+
+@pytest.mark.parametrize(("rules", "unused"), [
+    ({"lm_haed": "plain"}, "'lm_haed'"), ({"first": "plain", "*.down_projection": "int8"}, "'*.down_projection'"),
+    ({"layers.2": "plain", "re:.*_Proj": "int8", "lm_head": "q8_0"}, "'layers.2', 're:.*_Proj'")])
+def test_rules_that_fit_nothing_are_refused(rules: dict[str, str], unused: str, plain: Path) -> None:
+    """A word that is misspelt would leave matrices in a scheme that they were not meant to have."""
+    said = f"quantization rules: {re.escape(unused)} fits no matrix.* lm_head, .*model\\.layers\\.\\*\\.mlp\\.down_proj.* first"
+    with pytest.raises(ConfigError, match=said):
+        describe(configured(plain, "int4", rules))
 
 
 def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:

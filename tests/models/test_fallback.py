@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.checkpoint import read_config
-from penstock.core.errors import ModelError
+from penstock.core.errors import ConfigError, ModelError
 from penstock.layers.foreign import ForeignSpec
-from penstock.models import describe
+from penstock.models import configured, describe, quantized
 from tests.models.families import CASES, PROMPT, make, randomise
 from tests.models.foreign import beside_towers
 from tests.models.harness import Runner, open_model
@@ -52,6 +52,22 @@ def test_a_family_through_transformers(name: str, tmp_path: Path, monkeypatch: p
     torch.testing.assert_close(together[1:], logits[:20], atol=1e-4, rtol=0)
 
 
+def test_quantized_matrices_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quantized folder answers as through its family; to quantize at load would change answers and save nothing."""
+    make(next(case for case in CASES if case.name == "llama-plain"), tmp_path / "plain")
+    quantized.write(tmp_path / "plain", tmp_path / "int8", "int8_weights", {}, "float32")
+    prompt = list(range(3, 40))
+    expected = Runner(open_model(tmp_path / "int8")).prompt(0, prompt)
+    off = Runner(open_model(tmp_path / "plain")).prompt(0, prompt) - expected
+    forget(monkeypatch, "LlamaForCausalLM")
+    decoder = open_model(tmp_path / "int8")
+    assert isinstance(decoder.spec.blocks[0].mixers[0], ForeignSpec)
+    torch.testing.assert_close(Runner(decoder).prompt(0, prompt), expected, atol=1e-4, rtol=0)
+    assert off.abs().max() > 1e-2
+    with pytest.raises(ConfigError, match=r"no matrix of this model is stored as int8_weights.*transformers' modules run it"):
+        describe(configured(tmp_path / "plain", "int8_weights"))
+
+
 GEMMA = {"vocab_size": 199, "vocab_size_per_layer_input": 199, "hidden_size": 48, "hidden_size_per_layer_input": 8,
          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20,
          "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -60,7 +76,9 @@ GEMMA = {"vocab_size": 199, "vocab_size_per_layer_input": 199, "hidden_size": 48
 @pytest.mark.parametrize("kind, more", [
     ("Gemma3n", {"laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.0] * 4,
                  "intermediate_size": [64] * 4}),
-    ("Gemma4", {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": 64})])
+    ("Gemma4", {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": 64}),
+    ("Gemma4", {"num_kv_shared_layers": 0, "global_head_dim": 32, "intermediate_size": 64, "enable_moe_block": True,
+                "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32})])
 def test_families_that_only_transformers_knows(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}TextConfig")(**GEMMA, **more)
@@ -71,6 +89,9 @@ def test_families_that_only_transformers_knows(kind: str, more: dict[str, Any], 
     model.save_pretrained(tmp_path)
     prompt = torch.randint(3, 199, (60,), generator=torch.Generator().manual_seed(5)).tolist()
     weights, values = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    if kind == "Gemma3n":
+        # Published checkpoints have what a layer that takes another's keys never uses.
+        weights |= {f"model.layers.3.self_attn.{name}.weight": torch.ones(32, 48) for name in ("k_proj", "v_proj")}
     published = beside_towers(weights, values, architecture=f"{kind}ForConditionalGeneration", model_type=kind.lower())
     for stored in ((weights, values), published):
         save_file({name: tensor.contiguous() for name, tensor in stored[0].items()}, tmp_path / "model.safetensors")

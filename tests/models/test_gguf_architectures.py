@@ -11,14 +11,15 @@ import torch
 
 from penstock.checkpoint.hub import resolve_folder
 from tests.models.families import PROMPT, make
-from tests.models.gguf_files import KINDS, case_of, convert
+from tests.models.gguf_files import FOREIGN, KINDS, case_of, convert
 from tests.models.harness import Runner, open_model
 
 SAMPLED = {"llama", "llama mixtral", "mistral3", "llama4", "qwen2moe", "gemma3", "phi2", "phi3", "phimoe", "granitemoe shared",
            "olmo2 windows", "starcoder", "glm4moe", "chatglm", "cohere2", "gptneox serial", "bloom", "falcon", "mpt clamped",
            "stablelm normed", "internlm2", "baichuan", "minicpm", "minicpm3", "deepseek2", "deepseek2 sigmoids",
            "deepseek2 lite", "gpt-oss", "dots1", "hunyuan-moe", "ernie4_5-moe", "nemotron", "exaone4", "exaone-moe", "afmoe",
-           "apertus", "falcon two", "glm-dsa", "qwen3next", "qwen3next input", "qwen35", "qwen35moe"}
+           "apertus", "falcon two", "glm-dsa", "qwen3next", "qwen3next input", "qwen35", "qwen35moe",
+           *(case.name for case in FOREIGN)}
 """CI runs these; `make test-all` runs all."""
 
 
@@ -29,7 +30,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("kind", "blocks", "absorbed"), [
     ("deepseek2 wide", "Q8_0", True), ("deepseek2 wide", "Q4_0", False), ("gpt-oss wide", "MXFP4", True),
-    ("qwen3next wide", "Q8_0", True), ("qwen35 wide", "Q4_0", True), ("qwen35 halves", "Q8_0", True)])
+    ("qwen3next wide", "Q8_0", True), ("qwen35 wide", "Q4_0", True), ("qwen35 halves", "Q8_0", True),
+    ("gemma4 wide", "Q4_0", True), ("gemma4 experts", "Q8_0", True)])
 def test_blocks_are_what_they_decode_to(kind: str, blocks: str, absorbed: bool, tmp_path: Path) -> None:
     """Latents in halves, and experts with biases, in blocks."""
     make(case_of(kind), tmp_path)

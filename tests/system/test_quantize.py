@@ -140,7 +140,9 @@ WRONG = [
     (["{tmp}/out", "--text", "{tmp}/empty"], "too short to be scored"),
     (["{tmp}/out", "--text", "{tmp}/file", "--window", "9999"], "handles 2 to"),
     (["{tmp}/out.gguf", "--text", "{tmp}/empty"], "too short to be scored"),
-    (["{tmp}/out", "--rules", "*=plain"], "or rules leave all plain")]
+    (["{tmp}/out", "--rules", "*=plain"], "or rules leave all plain"),
+    (["{tmp}/out", "--rules", "lm_haed=plain"], "'lm_haed' fits no matrix of this model; possible are"),
+    (["{tmp}/out.gguf", "--rules", "lm_haed=q8_0"], "'lm_haed' fits no matrix of this model; possible are")]
 
 
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=lambda one: one if isinstance(one, str) else "")

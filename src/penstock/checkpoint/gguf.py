@@ -181,12 +181,34 @@ _DELTA = {**_SECOND, "attn_qkv": "attention.input", "attn_gate": "attention.z", 
           "ssm_a": "attention.decay", "ssm_dt.bias": "attention.step", "ssm_ba": "attention.b attention.a",
           "ssm_in": "attention.input attention.z"}
 """Delta nets. Of two names each takes some rows of the tensor."""
+_GEMMAS = {
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}, "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "layer_output_scale.weight": "layer_scalar",
+    "altup_correct_coef": "altup.correction_coefs", "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm", "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm", "token_embd": "model.embed_tokens", "output_norm": "model.norm",
+    "output": "lm_head", "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection", "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections.@", "altup_unembd_proj": "model.altup_unembed_projections.@",
+    "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj", "ffn_down_exps": "experts.down_proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2"}
+"""Gemma 3n's and 4's, in a block and outside, as transformers names them."""
+_ROWS = {"per_layer_token_embd.weight": "vocab_size_per_layer_input", "blk.0.laurel_l.weight": "laurel_rank"}
+"""Tensors whose rows no metadata counts, and config.json's keys for them."""
+_TABLES = "rope_freqs", "rope_factors_long", "rope_factors_short"
 _TWO_NORMS = {"attn_norm": "mlp.pre", "attn_norm_2": "attention.pre"}
 _XIELU = tuple(f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
 """Metadata with a number for each block, which are parameters."""
 
 Values = Callable[[str], Any]
-"""A value of the architecture's metadata by its key without prefix, or None."""
+"""A value of the architecture's metadata by its key without prefix, or a table of rotations by its name; or None."""
 
 
 @dataclass(frozen=True)
@@ -206,14 +228,18 @@ class Architecture:
     """Norms are stored with 1 added."""
     blocks: int = 1 << 30
     """Blocks but those behind the last, which draft."""
+    published: bool = False
+    """Tensors get the names of published checkpoints, all of them in `own`: the family runs through transformers' modules."""
 
     def place(self, name: str) -> str | None:
         """A tensor's parameter, with @ for an expert's number; None: there is none."""
         found = re.fullmatch(r"blk\.([0-9]+)\.(.+)", name)
         table, rest = (ENDS, name) if found is None else ({**BLOCK, **self.own}, found[2])
+        table = {**self.own} if self.published else table
         stem, _, suffix = rest.rpartition(".")
         ours = table.get(rest) or (table[stem] + f".{suffix}" if stem in table else None)
-        return ours if found is None or ours is None else f"blocks.{found[1]}.{ours}"
+        blocks = "model.layers" if self.published else "blocks"
+        return ours if found is None or ours is None else f"{blocks}.{found[1]}.{ours}"
 
 
 def _gemma(value: Values) -> dict[str, Any]:
@@ -229,6 +255,31 @@ def _gemma3(value: Values) -> dict[str, Any]:
     return {**_gemma(value), "rope_parameters": {
         "full_attention": full, "sliding_attention": {"rope_theta": value("rope.freq_base_swa") or 1e4}},
             **({"sliding_window_pattern": 1} if not value("attention.sliding_window") else {})}
+
+
+def _gemma3n(value: Values) -> dict[str, Any]:
+    found, scales = _gemma3(value), value("activation_sparsity_scale")
+    if scales is not None:
+        scales = scales if isinstance(scales, list) else [scales] * value("block_count")
+        # The file has the normal distribution's quantiles.
+        found["activation_sparsity_pattern"] = [(1 + math.erf(scale / math.sqrt(2))) / 2 for scale in scales]
+    return {**found, "model_type": "gemma3n_text"}
+
+
+def _gemma4(value: Values) -> dict[str, Any]:
+    local, divisors = value("attention.sliding_window_pattern"), value("rope_freqs") or [1.0]
+    if not {*divisors} <= {1.0, max(divisors)} or 1.0 < max(divisors) < 1e29:
+        raise ModelError("rope_freqs.weight has divisors other than 1 and 1e30, which gemma4's rotation of a part has not")
+    heads, size, inner = (value(key) for key in ("attention.head_count_kv", "attention.key_length", "feed_forward_length"))
+    wide = isinstance(inner, list)
+    near, far = (heads[local.index(one)] for one in (True, False)) if isinstance(heads, list) else (heads, heads)
+    turns = {"sliding_attention": {"rope_type": "default", "rope_theta": value("rope.freq_base_swa") or 1e4},
+             "full_attention": {"rope_type": "proportional", "rope_theta": value("rope.freq_base") or 1e6,
+                                "partial_rotary_factor": divisors.count(1.0) / len(divisors)}}
+    return {"model_type": "gemma4_text", "rope_parameters": turns, "num_key_value_heads": near,
+            "enable_moe_block": bool(value("expert_count")), "top_k_experts": value("expert_used_count"),
+            "num_global_key_value_heads": far, "head_dim": value("attention.key_length_swa") or size, "global_head_dim": size,
+            "intermediate_size": min(inner) if wide else inner, "use_double_wide_mlp": wide}
 
 
 def _deepseek(value: Values) -> dict[str, Any]:
@@ -293,6 +344,10 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaForCausalLM", norms_up=True), "nemotron": Architecture("NemotronForCausalLM", norms_up=True),
     "gemma2": Architecture("Gemma2ForCausalLM", more=_gemma, norms_up=True),
     "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, norms_up=True),
+    **{name: Architecture(f"G{name[1:]}ForCausalLM", _GEMMAS, {
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input", "attention.shared_kv_layers": "num_kv_shared_layers",
+        "altup.active_idx": "altup_active_idx", "altup.num_inputs": "altup_num_inputs"}, more, published=True)
+        for name, more in (("gemma3n", _gemma3n), ("gemma4", _gemma4))},
     "granite": Architecture("GraniteForCausalLM", keys=_SCALES, permuted=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=_SCALES, permuted=True),
     "olmo2": Architecture("Olmo2ForCausalLM", more=lambda value: {
@@ -375,7 +430,7 @@ def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
         return [(f"{start}{one}{end}", entry) for one in names.split()]
     if name.endswith(("mlp.correction", ".q_norm.weight", ".k_norm.weight", ".conv.weight")):
         return [(name, replace(entry, shape=(math.prod(entry.shape),)))]
-    if name.endswith("experts.gate_up.weight"):
+    if name.endswith(("experts.gate_up.weight", "experts.gate_up_proj.weight", "experts.down_proj.weight")):
         return [(name, replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1])))]
     if "@" not in name:
         return [(name, entry)]
@@ -401,7 +456,11 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{files[0].path} has no token_embd.weight: it holds no language model (a vocabulary, or an adapter?)")
 
+    tables = {name: _floats(*tensors[f"{name}.weight"]) for name in _TABLES if f"{name}.weight" in tensors}
+
     def value(key: str) -> Any:
+        if key in tables:
+            return tables[key]
         found = metadata.get(f"{prefix}.{key}")
         if isinstance(found, list) and found and all(one == found[0] for one in found):
             return found[0]
@@ -418,7 +477,8 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
         config["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in sliding[:arch.blocks]]
     size = _head_size(value)
     config = {"head_dim": size, "partial_rotary_factor": (value("rope.dimension_count") or size) / (size or 1), **config}
-    config |= _rotation(value, tensors)
+    config |= {} if arch.published else _rotation(value)
+    config |= {key: tensors[name][1].shape[0] for name, key in _ROWS.items() if name in tensors}
     listed = [pair for _, entry in tensors.values() for pair in renamed(arch, entry)]
     config |= _facts({name for name, _ in listed}) | arch.more(value)
     kinds = {name.removesuffix(".weight"): one.kind for name, one in listed
@@ -426,7 +486,7 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
              or one.name.endswith((".ssm_ba.weight", ".ssm_in.weight"))}
     heads = [config.get("num_attention_heads"), config.get("num_key_value_heads", config.get("num_attention_heads"))]
     config["quantization_config"] = {"quant_method": "gguf", "kinds": kinds, "permuted": heads if arch.permuted else None,
-                                     "norms_up": arch.norms_up}
+                                     "norms_up": arch.norms_up, "published": arch.published}
     if "linear_num_key_heads" in config:
         sizes = (f"linear_{one}" for one in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
         # Qwen3.5's converter sorts heads of values by their place among those of a key.
@@ -443,8 +503,10 @@ def _facts(names: set[str]) -> dict[str, bool]:
     ends = {".".join(name.split(".")[-2:]) for name in names}
     bias, inner = bool(ends & {"q.bias", "qkv.bias", "kv_a.bias"}), "down.bias" in ends
     found = dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias"), bias)
-    return found | {"attention_out_bias": "o.bias" in ends, "mlp_bias": inner, "lm_head_bias": "head.bias" in ends,
-                    "use_bias": bias or inner, **dict.fromkeys(("use_qk_norm", "qk_layernorm"), "q_norm.weight" in ends)}
+    keys, values = (sum(name.endswith(f"{one}_proj.weight") for name in names) for one in "kv")
+    return found | {"attention_k_eq_v": keys > values, "attention_out_bias": "o.bias" in ends, "mlp_bias": inner,
+                    "lm_head_bias": "head.bias" in ends, "use_bias": bias or inner,
+                    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), "q_norm.weight" in ends)}
 
 
 def _dtype(entries: Any) -> str:
@@ -454,12 +516,11 @@ def _dtype(entries: Any) -> str:
     return plain[next(iter(kinds))] if len(kinds) == 1 and kinds <= plain.keys() else "bfloat16"
 
 
-def _rotation(value: Values, tensors: Mapping[str, tuple[File, Entry]]) -> dict[str, Any]:
+def _rotation(value: Values) -> dict[str, Any]:
     """Scalings: as keys, or as a table of divisors for each frequency (Llama 3, LongRoPE)."""
     kind, factor = value("rope.scaling.type"), value("rope.scaling.factor")
     original = value("rope.scaling.original_context_length") or value("context_length")
-    tables = {name: _floats(*tensors[f"{name}.weight"]) for name in ("rope_freqs", "rope_factors_long", "rope_factors_short")
-              if f"{name}.weight" in tensors}
+    tables = {name: value(name) for name in _TABLES if value(name) is not None}
     if tables:
         both = "rope_freqs" if "rope_freqs" in tables else ""
         scaling = {"rope_type": "longrope", "original_max_position_embeddings": original, "factor": 1.0,

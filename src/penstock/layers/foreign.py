@@ -20,6 +20,7 @@ from penstock.core.state import Everything, Field, StateSpec
 from penstock.layers.build import Build, Mixer, Parameter
 from penstock.layers.step import StateView, Step, Works
 from penstock.ops.attention import Geometry
+from penstock.quant.scheme import PLAIN
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,11 @@ class ForeignSpec:
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         for name, shape in self.tensors:
-            yield Parameter(f"{path}.{name}", shape or (1,))
+            if len(shape) == 3:  # the matrices of a layer's experts, joined by rows
+                yield Parameter(f"{path}.{name}.weight", (shape[0] * shape[1], shape[2]), PLAIN, decoded=True)
+            else:
+                matrix = len(shape) == 2 and name.endswith(".weight")
+                yield Parameter(f"{path}.{name}", shape or (1,), PLAIN if matrix else None, decoded=matrix)
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         return tuple(StateSpec(tuple(Field(name, (each.kv_heads, each.head_size), dtype) for name in "kv"), Everything())
@@ -129,7 +134,8 @@ class Foreign(Mixer):
     def __init__(self, spec: ForeignSpec, path: str, build: Build) -> None:
         self.spec = spec
         self._kernels = build.kernels
-        values = {name: build.values.tensor(f"{path}.{name}").view(shape) for name, shape in spec.tensors}
+        values = {name: build.values.tensor(one.name).view(shape)
+                  for (name, shape), one in zip(spec.tensors, spec.parameters(path), strict=True)}
         embedding = build.values.matrix("embedding.weight")
         values[spec.embedding] = embedding.ops.gather(torch.arange(embedding.n, device=build.device), embedding)
         model = skeleton(json.loads(spec.config), build.device, embedding.dtype)

@@ -178,7 +178,7 @@ def _targets(spec: ModelSpec) -> dict[str, Parameter]:
     """The matrices that adapters may change, by path; the two ends last, where a pipeline stage has them."""
     found = {parameter.stem: parameter for parameter in spec.parameters()
              if parameter.scheme is not None and len(parameter.shape) == 2 and parameter.name.startswith("blocks.")
-             and not (parameter.stack or len(parameter.pieces) > MOST_PIECES)}
+             and not (parameter.stack or len(parameter.pieces) > MOST_PIECES or ".foreign." in parameter.name)}
     table = next(parameter for parameter in spec.staged.parameters() if parameter.name == "embedding.weight")
     if spec.begins:
         # An embedding's A has a column for each token, on every rank.

@@ -4,6 +4,7 @@ The modules run once on the meta device: attention calls are seen; what `layers/
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.foreign import ForeignAttention, ForeignSpec, running, skeleton
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import Config
-from penstock.models.rules import Rule, flat, text_part
+from penstock.models.rules import Rule, flat, stacked, text_part
 
 _KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "position_ids", "is_causal", "cache_position", "use_cache",
           "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -34,11 +35,12 @@ def family(config: Mapping[str, Any]) -> SimpleNamespace | None:
 
     ModelError if its modules cannot be driven."""
     architecture = (config.get("architectures") or [None])[0]
-    if any(config.get(key) for key in EXPERTS):
-        return None
+    if any(config.get(key) for key in EXPERTS) and not config.get("enable_moe_block"):
+        return None  # checkpoints of mixtures differ from modules, but for Gemma 4's
     if importlib.util.find_spec("transformers") is None or not isinstance(architecture, str) or config.get("auto_map"):
         return None
-    return _family(architecture, json.dumps(dict(config), sort_keys=True))
+    given = {name: value for name, value in config.items() if name != "quantization_config"}
+    return _family(architecture, json.dumps(given, sort_keys=True))
 
 
 @lru_cache(maxsize=8)
@@ -62,7 +64,7 @@ def _family(architecture: str, text: str) -> SimpleNamespace | None:
 
 
 def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule, ...]]:
-    model = skeleton(config, torch.device("meta"), torch.float32)
+    model = skeleton(config, torch.device("meta"), torch.bfloat16)  # the type of experts' products on meta tensors
     given = model.config
     scaling = (getattr(given, "rope_parameters", None) or {}).get("rope_type", "default")
     if scaling in ("dynamic", "longrope"):
@@ -89,9 +91,15 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     told = Config({"max_position_embeddings": getattr(given, "max_position_embeddings", None)})  # perhaps by another name
     spec = ModelSpec("", vocabulary, width, told.integer("max_position_embeddings"), (block,), NoNormSpec(),
                      HeadSpec(tied, head.bias is not None, softcap=softcap), EmbeddingSpec())
+    # Checkpoints may have what modules lack, as keys of layers that take another's. A few of the names are expressions.
+    unused = [name for name in getattr(model.base_model, "_keys_to_ignore_on_load_unexpected", None) or ()
+              if re.fullmatch(r"[\w.]+", name)]
     rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
-             *(Rule(name, f"blocks.0.foreign.{name}", None if shape else flat) for name, shape in tensors),
-             Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None))
+             *(Rule(f"model.{name}[.**]", None) for name in unused), Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
+             *(Rule(name, f"blocks.0.foreign.{name}", flat) for name, shape in tensors if not shape),
+             *(Rule(name, f"blocks.0.foreign.{name}.weight", stacked) for name, shape in tensors if len(shape) == 3),
+             *(Rule(f"{first}.**", f"blocks.0.foreign.{first}.**") for first in sorted({
+                 name.partition(".")[0] for name, _ in tensors})))
     return spec, text_part(rules)
 
 

@@ -63,8 +63,6 @@ def plain(folder: Path, scheme: str, rules: Mapping[str, str], dtype: str) -> tu
         raise ConfigError(f"{folder} is quantized already; take the model's unquantized folder")
     checkpoint = checkpoint_of(folder, given, describe(given), dtype)
     assert isinstance(checkpoint, Translated)
-    if not checkpoint.modules():
-        raise ConfigError(f"no matrix of {folder} is stored as {scheme}: its blocks do not fill rows, or rules leave all plain")
     return given, checkpoint
 
 

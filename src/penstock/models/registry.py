@@ -24,6 +24,7 @@ from penstock.models.translated import Checkpoint, Translated, with_schemes
 from penstock.quant import dialects
 from penstock.quant.dialects import at_load
 from penstock.quant.form import Reader
+from penstock.quant.scheme import PLAIN
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,21 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def rules_of(config: Mapping[str, Any]) -> Sequence[Rule]:
-    """The names of a checkpoint's tensors: those of its family, but in a GGUF file, whose reader knows parameters."""
+    """The names of a checkpoint's tensors: those of its family, but in most GGUF files, whose reader knows parameters."""
     given = config.get("quantization_config") or {}
-    return OWN if given.get("quant_method") == "gguf" else family_of(config)[1].RULES
+    return OWN if given.get("quant_method") == "gguf" and not given.get("published") else family_of(config)[1].RULES
 
 
 def stored_as(spec: ModelSpec, rules: Sequence[Rule], config: Mapping[str, Any]) -> ModelSpec:
-    """The model with its matrices stored as the config's `quantization_config` says, if it has one."""
-    return with_schemes(spec, rules, _reader(config)) if config.get("quantization_config") else spec
+    """The model with its matrices stored as the config's `quantization_config` says, if it has one. ConfigError: options on
+    weights that change nothing."""
+    if not config.get("quantization_config"):
+        return spec
+    reader = _reader(config)
+    found = with_schemes(spec, rules, reader)
+    if isinstance(reader, at_load.AtLoad):
+        reader.check(stored=any(one.scheme not in (None, PLAIN) and not one.decoded for one in found.parameters()))
+    return found
 
 
 def _task(architecture: str) -> tuple[str, str]:

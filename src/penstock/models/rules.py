@@ -119,8 +119,9 @@ def text_part(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """The rules of a text model, which may lie beside towers for images and sound: their tensors are left out."""
     found = (replace(rule, source=rule.source.replace("model.", "[language_model.]model.[language_model.]", 1)
                      if rule.source.startswith("model.") else f"[language_model.]{rule.source}") for rule in rules)
-    return (*found, *(Rule(f"[model.]{tower}.**", None) for tower in (
-        "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "embed_vision", "embed_audio", "visual")))
+    return (*(Rule(f"[model.]{tower}.**", None) for tower in (
+        "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "embed_vision", "embed_audio", "visual")),
+            *found)
 
 
 EMBEDDING = (

@@ -71,14 +71,27 @@ class AtLoad(Reader):
         self._scheme: str = config["scheme"]
         self._rules: Mapping[str, str] = config["rules"]
         self._layers = int(config["layers"])
+        self._asked: list[str] = []
 
     def form(self, module: str, n: int, k: int) -> Form | None:
+        self._asked.append(module)
         usual = PLAIN if outside_linears(module) or _ENDS.fullmatch(module) else self._scheme
         name = next((name for pattern, name in self._rules.items() if self._fits(module, pattern)), usual)
         scheme = None if name == PLAIN else SCHEMES[name](k)
         if scheme is None:
             return None
         return Form(scheme, (Given("weight", FLOATS, ((n, k),)),), lambda raw: scheme.encode(raw["weight"].float()), plain=True)
+
+    def check(self, *, stored: bool) -> None:
+        """ConfigError: a rule fits none of the modules that `form` was asked for, or no matrix is `stored` but as plain."""
+        unused = [pattern for pattern in self._rules if not any(self._fits(module, pattern) for module in self._asked)]
+        if unused:
+            names = sorted({re.sub(r"(?<=[.])[0-9]+(?=[.]|$)", "*", module) for module in self._asked})
+            raise ConfigError(f"quantization rules: {', '.join(map(repr, unused))} fits no matrix of this model; possible are "
+                              f"{', '.join(names)}, parts of these names, first and last")
+        if not stored:
+            raise ConfigError(f"no matrix of this model is stored as {self._scheme}: its blocks do not fill rows, or rules "
+                              "leave all plain, or transformers' modules run it")
 
     def _fits(self, module: str, pattern: str) -> bool:
         if pattern in ("first", "last"):
