@@ -32,20 +32,27 @@ _LATIN_TO_COPTIC = ("A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-
                     "-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰"
                     "-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃")
 
+_SPACED = ("gemma4", "sarvam-moe", "granite-embed-multi-311m")
+"""Tokenizers that merge characters, not bytes, and have ▁ for spaces."""
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
                      "dbrx", "smaug-bpe", "glm4", "glm5", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(_SPACED, (r"[^\n]+|\n+",)),
+    "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"), "ufakzeka": (rf"{_WORDS}|\p{{N}}|{_REST}",),
+    "k2-horizon": (rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}\x{{200C}}\x{{200D}}]+|\p{{N}}{{1,3}}|{_REST}",),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
                     _QWEN2),
     "qwen35": (rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
                r"|\s*[\r\n]+|\s+(?!\S)|\s+",),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "mellum", "modern-bert",
-                     "gigachat", "a.x-4.0", "roberta-bpe"), (_GPT2,)),
+                     "gigachat", "a.x-4.0", "roberta-bpe", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v1-en",
+                     "jina-v2-code"), (_GPT2,)),
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), _FOUR),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie", "granite-embed-multi-97m"), _FOUR),
     "tekken": (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
                r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
+    "spark2_5": (*_DEEPSEEK3[:2], _DEEPSEEK3[2].replace(r"+[\r\n]*|\s*[\r\n]+", r"+|[\r\n]"), r"\p{N}"),
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
     "deepseek-llm": ("[\r\n]", rf"\s?[{_LATIN_TO_COPTIC}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+",
                      r"\p{N}+"),
@@ -69,35 +76,38 @@ SPLITS: dict[str, tuple[str, ...]] = {
 """Expressions that cut a text before merges, one after another, by `tokenizer.ggml.pre`: models' own, by llama.cpp's names."""
 
 _WHOLE_NAMES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken",
-                          "glm4", "glm5", "jina-v5-nano", "youtu", "minicpm5"})
+                          "glm4", "glm5", "jina-v5-nano", "youtu", "minicpm5", "granite-embed-multi-97m"})
 """Tokenizers that take a whole word that is a token before they merge."""
-_BOS_NAMES = _WHOLE_NAMES - {"glm4", "glm5", "youtu", "minicpm5"} | {"chameleon"}
+_BOS_NAMES = _WHOLE_NAMES - {"glm4", "glm5", "youtu", "minicpm5", "granite-embed-multi-97m"} | {"chameleon"}
 """Tokenizers that prepend bos unless the file says otherwise."""
 
 _LAST = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
-                   "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>"})
-"""Tokens that end an answer wherever they are control tokens: files name one of them only."""
+                   "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>", "<|flush|>", "<|calls|>", "<EOT>", "_<EOT>", "[EOT]",
+                   "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["})
+"""Tokens that end an answer wherever they are added tokens: files name one of them only."""
 
 
 def files_of(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """Contents by name of file. ModelError for a tokenizer that is not known."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
-    if kind not in ("gpt2", "llama") or not isinstance(tokens, list):
-        raise ModelError(f"tokenizer.ggml.model is {kind!r}; possible are 'gpt2' (BPE) and 'llama' (SPM). Name the model's own "
-                         "tokenizer with --tokenizer")
+    if kind not in ("gpt2", "gemma4", "llama") or not isinstance(tokens, list):
+        raise ModelError(f"tokenizer.ggml.model is {kind!r}; possible are 'gpt2' and 'gemma4' (BPE) and 'llama' (SPM). "
+                         "Name the model's own tokenizer with --tokenizer")
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     lists = {"token_type": types, "scores": metadata.get("tokenizer.ggml.scores", types),
-             "merges": metadata.get("tokenizer.ggml.merges", None if kind == "gpt2" else [])}
+             "merges": metadata.get("tokenizer.ggml.merges", [] if kind == "llama" else None)}
     for name, given in lists.items():
         if not isinstance(given, list) or (name != "merges" and len(given) != len(tokens)):
             raise ModelError(f"tokenizer.ggml.{name} is {str(given)[:40]}; possible is a list, of types and scores for each of "
                              f"the {len(tokens)} tokens. Name the model's own tokenizer with --tokenizer")
+    if kind == "gemma4":
+        metadata = {**metadata, "tokenizer.ggml.pre": kind, "tokenizer.ggml.add_bos_token": True}  # some files deny it
     settings = _settings(metadata, tokens, kind)
     found = {"tokenizer_config.json": _json(settings), "generation_config.json": _json(_generation(metadata, tokens, types))}
-    if kind == "gpt2":
-        found["tokenizer.json"] = _json(_bpe(metadata, tokens, types, settings))
-    else:
+    if kind == "llama":
         found["tokenizer.model"] = _spm(metadata, tokens, types)
+    else:
+        found["tokenizer.json"] = _json(_bpe(metadata, tokens, types, settings))
     return found
 
 
@@ -128,7 +138,8 @@ def _settings(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> dict
 def _generation(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
     """Tokens that end an answer, and the sampling that the file asks for."""
     ends = [metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
-    ends += [token for token, (name, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and name in _LAST]
+    ends += [token for token, (name, kind) in enumerate(zip(tokens, types, strict=False))
+             if kind in (_CONTROL, _USER) and name in _LAST]
     found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(token for token in ends if token is not None))}
     return found | {key: value for key in ("temperature", "top_k", "top_p", "min_p") if (
         value := metadata.get(f"general.sampling.{'temp' if key == 'temperature' else key}")) is not None}
@@ -144,17 +155,23 @@ def _bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int], setti
               "special": kind in (_CONTROL, _UNKNOWN)}
              for token, (name, kind) in enumerate(zip(tokens, types, strict=False)) if kind in (_CONTROL, _USER, _UNKNOWN)]
     splits = [{"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in SPLITS[pre]]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    spaced, normalizer, decoder = pre in _SPACED, None, level
+    if spaced:
+        normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        decoder = {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                                                    {"type": "ByteFallback"}, {"type": "Fuse"}]}
     front = [settings["bos_token"]] if settings["add_bos_token"] and "bos_token" in settings else []
     back = [settings["eos_token"]] if settings["add_eos_token"] and "eos_token" in settings else []
     ends = {"type": "TemplateProcessing", "single": _template(front, back, "A", 0),
             "pair": _template(front, back, "A", 0) + _template([], back, "B", 1),
             "special_tokens": {name: {"id": name, "ids": [vocabulary[name]], "tokens": [name]} for name in (*front, *back)}}
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]}, "post_processor": ends, "decoder": level,
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                      "ignore_merges": pre in _WHOLE_NAMES, "vocab": vocabulary,
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits if spaced else [*splits, level]},
+            "post_processor": ends, "decoder": decoder,
+            "model": {"type": "BPE", "dropout": None, "unk_token": settings.get("unk_token") if spaced else None,
+                      "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": spaced,
+                      "byte_fallback": spaced, "ignore_merges": pre in _WHOLE_NAMES, "vocab": vocabulary,
                       "merges": list(metadata.get("tokenizer.ggml.merges") or [])}}
 
 

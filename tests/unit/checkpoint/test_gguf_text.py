@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import regex
+from tokenizers import AddedToken, Regex, Tokenizer as Core, models, normalizers, pre_tokenizers, trainers
 
 from penstock.checkpoint import gguf
 from penstock.checkpoint.gguf_text import files_of
@@ -130,13 +131,20 @@ PUBLISHED = {
     "minicpm5": [r"\p{N}{1,3}", rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+|{_REST}"],
     "youtu": ["[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
               rf"{_cased('')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "superbpe": [r"\p{N}+", r"(?=(\d{3})+(?!\d))"],
+    "ufakzeka": [r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "k2-horizon": [rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}|\p{{M}}|\u200c|\u200d)+|\p{{N}}{{1,3}}|{_REST}"],
+    "spark2_5": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+                 r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
+                 r"|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"],
 }
-"""Expressions of the models' own tokenizers, as they publish them."""
+"""Expressions of the models' own tokenizers, or llama.cpp's, as they are published."""
 
 ODD = ["东京Tokyo2024年は第123456回。한국어 띄어쓰기 ㅋㅋㅋ، مرحبا بالعالم", "I'VE we'll HeLLo wORLD don'T x'Re",
        "1234567890 12 1234 ٣٤٥٦٧", "a\n\n\r\n b \t c   \n   d", " " * 700 + "x" + " " * 13,
        "नमस्ते दुनिया। ñandú e\u0301te\u0301 ﬁn",
-       "(a|b) f(x)... what?! :// /\n//\n", "", "日本語のテキストとカタカナ、ひらがな。", "ⅣⅤ½ x² 10⁶", "<sentinel:12>"]
+       "(a|b) f(x)... what?! :// /\n//\n", "", "می\u200cخواهم क\u094d\u200dष 12\u200d3 -\u200cx", "...\n\n?!\r\n(x)\n",
+       "日本語のテキストとカタカナ、ひらがな。", "ⅣⅤ½ x² 10⁶", "<sentinel:12>"]
 
 
 def pieces(text: str, expressions: list[str]) -> list[str]:
@@ -171,6 +179,37 @@ def test_texts_are_cut_as_models_cut_them(pre: str, tmp_path: Path) -> None:
     for text in texts:
         expected = [token for piece in pieces(text, PUBLISHED[pre]) for token in whole.encode(piece, add_special_tokens=False)]
         assert tokenizer.encode(text, add_special_tokens=False) == expected, text[:80]
+
+
+@pytest.mark.parametrize("how", [{"tokenizer.ggml.model": "gemma4"},
+                                 {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "sarvam-moe"}], ids=str)
+def test_merges_of_characters(how: dict[str, str], tmp_path: Path) -> None:
+    """Gemma 4's: a vocabulary as its converter writes it gives the tokens of transformers' GemmaTokenizer."""
+    transformers = pytest.importorskip("transformers")
+    texts = [text for text, _ in vectors(need(DATA / "tokenizers" / "gguf"), "gpt-2")] + ODD
+    shakespeare = (need(DATA / "text") / "tinyshakespeare.txt").read_text()
+    core = Core(models.BPE(byte_fallback=True))
+    core.normalizer, core.pre_tokenizer = normalizers.Replace(" ", "▁"), pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    first = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|channel>", "<turn|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    core.train_from_iterator([shakespeare[:200_000], *texts[:20], *["\n\n", "\n\n\n"] * 3000], trainers.BpeTrainer(
+        vocab_size=900, special_tokens=first, show_progress=False))
+    model = json.loads(core.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    merges = [" ".join(merge) for merge in model["merges"]]
+    assert "\n \n" in merges and "\n\n \n" in merges
+    types = [3 if i < 5 or i == 6 else 4 if i == 5 else 6 if i < len(first) else 1 for i in range(len(tokens))]
+    tokenizer = written(tmp_path, {
+        **how, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.scores": [0.0] * len(tokens), "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3, "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False})
+    own = transformers.GemmaTokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
+    own.add_tokens([AddedToken("<|channel>", normalized=False), AddedToken("<turn|>", normalized=False, special=True)])
+    for text in (*texts, shakespeare[200_000:230_000], "a<|channel>b <turn|>\n\n\n\n c", "\U0001f9ff 中文 \n \n"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == own.encode(text, add_special_tokens=False), text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text.replace("▁", " ")
+    assert (tokenizer.encode("x")[0] == 2) == (how["tokenizer.ggml.model"] == "gemma4")
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [1, 6]
 
 
 def test_digits_in_threes_from_the_right(tmp_path: Path) -> None:
