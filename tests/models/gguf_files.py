@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.models.families import CASES, Case, rope
+from tests.models.families import CASES, YARN, Case, rope
 from tests.models.foreign import Weights
 
 _GEMMA = {"vocab_size": 199, "vocab_size_per_layer_input": 199, "hidden_size": 48, "num_hidden_layers": 6,
@@ -59,6 +59,15 @@ _HERE = {
                      "linear_key_head_dim": 32, "linear_value_head_dim": size, "hidden_size": 64}) for kind, name, size in (
         ("qwen3next wide", "qwen3next-odd", 32), ("qwen35 wide", "qwen3.5-odd", 32), ("qwen35 halves", "qwen3.5-odd", 16))},
     "falcon new": ("falcon-new", {"bias": False}),
+    "deepseek32": ("deepseek32-long", _MSCALE), "deepseek32 experts": ("deepseek32-experts", {
+        "tie_word_embeddings": False, "n_group": 1}),
+    "hy_v3": ("hunyuan3-odd", {"router_scaling_factor": 1.7}), "mellum": ("mellum-odd", {
+        "mlp_layer_types": None, "norm_topk_prob": True, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, **YARN},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
+    "cohere2moe": ("cohere2moe-odd", {"expert_selection_fn": "sigmoid", "tie_word_embeddings": True}),
+    "cohere2moe prefix": ("cohere2moe-odd", {"expert_selection_fn": "sigmoid", "tie_word_embeddings": True,
+                                             "first_k_dense_replace": 2, "num_shared_experts": 0}),
     "gpt-oss wide": ("gpt-oss-plain", {"intermediate_size": 64}),
     "deepseek2 yarn": ("deepseek2-yarn", {**_MSCALE, "attention_bias": False}),
     "deepseek2 sigmoids": ("deepseek3-experts", {**_MSCALE, "q_lora_rank": 24})}
@@ -87,6 +96,8 @@ KINDS = {
 
     **{kind: name for kind, (name, _) in _HERE.items()}, **{case.name: case.name for case in FOREIGN}}
 """Architectures, perhaps with a word that tells their entries apart, and cases of `families.py`."""
+NEWER = {"deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe", "cohere2moe": "dots1"}
+"""Architectures that this version of the gguf package lacks, and those of it that name their tensors so."""
 PERMUTED = {"llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "minicpm", "xverse", "internlm2",
             "baichuan"}
 DELTA = {"qwen3next", "qwen35", "qwen35moe"}
@@ -105,7 +116,8 @@ KEYS = {
     ("moe_intermediate_size",): "expert_feed_forward_length",
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"): "expert_shared_count",
     ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"): "leading_dense_block_count",
-    ("routed_scaling_factor", "route_scale"): "expert_weights_scale", ("norm_topk_prob", "route_norm"): "expert_weights_norm",
+    ("routed_scaling_factor", "route_scale", "router_scaling_factor"): "expert_weights_scale",
+    ("norm_topk_prob", "route_norm"): "expert_weights_norm",
     ("n_group",): "expert_group_count", ("topk_group",): "expert_group_used_count",
     ("shared_expert_intermediate_size", "shared_intermediate_size"): "expert_shared_feed_forward_length",
     ("interleave_moe_layer_step", "moe_layer_interval"): "interleave_moe_layer_step",
@@ -141,7 +153,8 @@ def convert(folder: Path, kind: str, path: Path, *, absorbed: bool = True, block
     writer.add_token_list([f"t{i}" for i in range(config.get("vocab_size") or config["padded_vocab_size"])])
     writer.add_token_scores([0.0] * (config.get("vocab_size") or config["padded_vocab_size"]))
     writer.add_token_types([1] * (config.get("vocab_size") or config["padded_vocab_size"]))
-    names = gguf.get_tensor_name_map(next(one for one, said in gguf.MODEL_ARCH_NAMES.items() if said == arch), 8)
+    known = NEWER.get(arch, arch)
+    names = gguf.get_tensor_name_map(next(one for one, said in gguf.MODEL_ARCH_NAMES.items() if said == known), 8)
     tied = config.get("tie_word_embeddings", arch != "chatglm")
     for name, tensor in arranged(arch, tensors, config, absorbed, input_whole=kind == "qwen3next input"):
         name = name.removeprefix("transformer.") if arch in ("bloom", "chatglm") else name
@@ -216,17 +229,17 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
         factor = found["context_length"] / found["rope.scaling.original_context_length"]
         usual = (1 + np.log(factor) / np.log(found["rope.scaling.original_context_length"])) ** 0.5 if factor > 1 else 1.0
         found["rope.scaling.attn_factor"] = float(turns.get("short_mscale") or usual)
-    if config.get("layer_types") and arch in ("olmo2", "exaone4", "exaone-moe", "gemma3n", "gemma4"):
+    if config.get("layer_types") and arch in ("olmo2", "exaone4", "exaone-moe", "gemma3n", "gemma4", "mellum", "cohere2moe"):
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     if arch in ("gemma3n", "gemma4"):
         found |= _gemmas(arch, config)
     if arch == "phi3":
         found.setdefault("attention.sliding_window", 0)
-    if arch in ("deepseek2", "minicpm3", "glm-dsa"):
+    if arch in ("deepseek2", "minicpm3", "glm-dsa", "deepseek32"):
         keys, turned, rank = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
         found |= {"attention.key_length": keys + turned, "rope.dimension_count": turned,
                   "attention.value_length": config.get("v_head_dim", 0)}
-    if arch in ("deepseek2", "glm-dsa"):
+    if arch in ("deepseek2", "glm-dsa", "deepseek32"):
         if absorbed:
             found |= {"attention.head_count_kv": 1, "attention.key_length": rank + turned, "attention.value_length": rank,
                       "attention.key_length_mla": keys + turned, "attention.value_length_mla": config["v_head_dim"]}
@@ -235,6 +248,14 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
         if turns.get("mscale_all_dim"):
             found["rope.scaling.yarn_log_multiplier"] = 0.1 * turns["mscale_all_dim"]
         found.setdefault("leading_dense_block_count", layers)
+    if arch == "cohere2moe":
+        found |= {"feed_forward_length": config["prefix_dense_intermediate_size"],
+                  "expert_feed_forward_length": config["intermediate_size"], "leading_dense_block_count": sum(
+                      kind == "dense" for kind in config["mlp_layer_types"])}
+    if arch == "hy_v3":
+        found["expert_shared_feed_forward_length"] = found["expert_feed_forward_length"] * found.pop("expert_shared_count")
+    if arch in ("cohere2moe", "hy_v3"):
+        found["expert_gating_func"] = 2
     if arch in ("glm4moe", "exaone-moe", "dots1", "minimax-m2", "afmoe"):
         found["expert_gating_func"] = 2
         found.setdefault("leading_dense_block_count", 0)
@@ -259,7 +280,7 @@ def metadata(arch: str, config: dict[str, Any], absorbed: bool) -> dict[str, Any
                   "ssm.state_size": config["linear_key_head_dim"], "ssm.conv_kernel": config["linear_conv_kernel_dim"],
                   "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
                   "full_attention_interval": config["layer_types"].index("full_attention") + 1}
-    if arch == "glm-dsa":
+    if arch in ("glm-dsa", "deepseek32"):
         found |= {f"attention.indexer.{key}": config[f"index_{name}"] for key, name in (
             ("head_count", "n_heads"), ("key_length", "head_dim"), ("top_k", "topk"))}
     if arch == "mistral3":
@@ -381,7 +402,7 @@ def _changed(arch: str, name: str, tensor: torch.Tensor, config: dict[str, Any],
         else:
             yield f"blk.{layer}.ffn_gate_exps.{end}", turned[:, ::2]
             yield f"blk.{layer}.ffn_up_exps.{end}", turned[:, 1::2]
-    elif name.endswith("kv_b_proj.weight") and absorbed and arch in ("deepseek2", "glm-dsa"):
+    elif name.endswith("kv_b_proj.weight") and absorbed and arch in ("deepseek2", "glm-dsa", "deepseek32"):
         k, v = tensor.unflatten(0, (heads, -1)).split((config["qk_nope_head_dim"], config["v_head_dim"]), 1)
         yield name.replace("kv_b_proj", "k_b_proj"), k.transpose(1, 2)
         yield name.replace("kv_b_proj", "v_b_proj"), v

@@ -288,7 +288,8 @@ def _deepseek(value: Values) -> dict[str, Any]:
     keys, values = (value(f"attention.{name}_length_mla") or value(f"attention.{name}_length") for name in ("key", "value"))
     found = {"qk_rope_head_dim": turned, "qk_nope_head_dim": keys - turned, "v_head_dim": values, "n_group": groups,
              "q_lora_rank": value("attention.q_lora_rank"), "norm_topk_prob": bool(value("expert_weights_norm")),
-             "partial_rotary_factor": 1.0}
+             "partial_rotary_factor": 1.0, **_yarn(value, **dict.fromkeys(
+                 ("mscale", "mscale_all_dim"), 10 * (value("rope.scaling.yarn_log_multiplier") or 0) or None))}
     if value("expert_gating_func") != 2 and value("expert_count"):
         found |= {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return found
@@ -368,13 +369,21 @@ ARCHITECTURES = {
     "minicpm": Architecture("MiniCPMForCausalLM", more=_minicpm, permuted=True),
     "minicpm3": Architecture("MiniCPM3ForCausalLM", more=lambda value: {
         **_minicpm(value), **_deepseek(value), "v_head_dim": value("embedding_length") // value("attention.head_count")}),
-    "glm-dsa": Architecture("GlmMoeDsaForCausalLM", {
+    **{name: Architecture(f"{family}ForCausalLM", {
         "indexer.attn_q_b": "attention.index_q", "indexer.attn_k": "attention.index_k",
         "indexer.k_norm": "attention.index_norm", "indexer.proj": "attention.index_weights"}, {
             "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim",
-            "attention.indexer.top_k": "index_topk"}, more=_deepseek),
-    "deepseek2": Architecture("DeepseekV3ForCausalLM", more=lambda value: {**_deepseek(value), **_yarn(
-        value, **dict.fromkeys(("mscale", "mscale_all_dim"), 10 * (value("rope.scaling.yarn_log_multiplier") or 0) or None))}),
+            "attention.indexer.top_k": "index_topk"}, more=_deepseek) for name, family in {
+                "glm-dsa": "GlmMoeDsa", "deepseek32": "DeepseekV32"}.items()},
+    "deepseek2": Architecture("DeepseekV3ForCausalLM", more=_deepseek),
+    "hy_v3": Architecture("HYV3ForCausalLM", more=lambda value: {
+        "num_shared_experts": (value("expert_shared_feed_forward_length") or 0) // value("expert_feed_forward_length")}),
+    "mellum": Architecture("MellumForCausalLM", more=lambda value: {"norm_topk_prob": True, "rope_parameters": {
+        "full_attention": {"rope_theta": value("rope.freq_base"), **_yarn(value).get("rope_parameters", {})},
+        "sliding_attention": {"rope_theta": value("rope.freq_base_swa") or value("rope.freq_base")}}}),
+    "cohere2moe": Architecture("Cohere2MoeForCausalLM", keys={
+        "expert_feed_forward_length": "intermediate_size", "feed_forward_length": "prefix_dense_intermediate_size"},
+        more=lambda value: {"expert_selection_fn": "softmax" if value("expert_gating_func") == 1 else "sigmoid"}),
     "gpt-oss": Architecture("GptOssForCausalLM", _SECOND, more=lambda value: _yarn(value, truncate=False)),
     "mistral3": Architecture("Ministral3ForCausalLM", permuted=True, more=lambda value: _yarn(
         value, llama_4_scaling_beta=value("attention.temperature_scale"))),
@@ -394,7 +403,7 @@ _OFTEN = {
     "expert_used_count": "num_experts_per_tok moe_topk moe_k", "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "n_shared_experts num_shared_experts num_shared_expert moe_num_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size",
-    "expert_weights_scale": "routed_scaling_factor route_scale", "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor route_scale router_scaling_factor", "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace num_dense_layers moe_layer_start_index",
     "interleave_moe_layer_step": "interleave_moe_layer_step moe_layer_interval", "attention.kv_lora_rank": "kv_lora_rank",
@@ -475,8 +484,9 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
         config |= {name: value(key) for name in names.split() if value(key) is not None}
     if isinstance(sliding, list):
         config["layer_types"] = [f"{'sliding' if one else 'full'}_attention" for one in sliding[:arch.blocks]]
-    size = _head_size(value)
-    config = {"head_dim": size, "partial_rotary_factor": (value("rope.dimension_count") or size) / (size or 1), **config}
+    size, routers = _head_size(value), [name for name in tensors if name.endswith(".ffn_gate_inp.weight")]
+    config = {"first_k_dense_replace": min((int(name.split(".")[1]) for name in routers), default=0), "head_dim": size,
+              "partial_rotary_factor": (value("rope.dimension_count") or size) / (size or 1), **config}
     config |= {} if arch.published else _rotation(value)
     config |= {key: tensors[name][1].shape[0] for name, key in _ROWS.items() if name in tensors}
     listed = [pair for _, entry in tensors.values() for pair in renamed(arch, entry)]
