@@ -14,8 +14,7 @@ from penstock.ops.coded_triton import CodedTriton, Tile, launch, launch_codes, l
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
-from penstock.quant.normal import Table4
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
 from tests.ops.interpreter import DEVICE, DTYPES, interpreter
 from tests.ops.kernels import close, random
 from tests.ops.test_coded_cpu import blocks

@@ -20,8 +20,7 @@ from penstock.ops.registry import bind
 from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.integer import Grouped, Int8
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
-from penstock.quant.normal import Table4
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
 from penstock.worker.memory import packed_bytes
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import close, random

@@ -1,5 +1,6 @@
-"""Readers of `quantization_config`, one file for each program that writes checkpoints. A file is found by being here. Its
-Reader has the `methods` that it reads, and is made of the config, or raises a ModelError that names what is not known."""
+"""Readers of `quantization_config`, one for each program that writes checkpoints; those whose tensors are alike share a file. A
+file is found by being here. Its Readers have the `methods` that they read, and are made of the config, or raise a ModelError
+that names what is not known."""
 
 import importlib
 import json

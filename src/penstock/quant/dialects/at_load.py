@@ -12,8 +12,7 @@ from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
 from penstock.quant.gguf_encoding import ENCODERS
 from penstock.quant.integer import Grouped, Int8
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
-from penstock.quant.normal import Table4
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
 from penstock.quant.scheme import Scheme
 
 PLAIN = "plain"

@@ -10,7 +10,7 @@ from penstock.core.errors import ModelError
 from penstock.ops.bits import unpack
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
 from penstock.quant.integer import Int8
-from penstock.quant.normal import TABLES, Table4
+from penstock.quant.microscaling import TABLES, Table4
 from penstock.quant.scheme import PLAIN
 
 _BLOCK = 64

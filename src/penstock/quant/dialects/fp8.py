@@ -1,4 +1,5 @@
-"""FP8 as DeepSeek, Qwen and transformers write it (blocks, `weight_scale_inv`), and as AutoFP8 does (`weight_scale`)."""
+"""FP8 as DeepSeek, Qwen and transformers write it (blocks, `weight_scale_inv`), and as AutoFP8 does (`weight_scale`). MXFP4 as
+gpt-oss has it: the experts' matrices of a layer, stacked, as `NAME_blocks` and `NAME_scales`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from penstock.core.errors import ModelError
 from penstock.quant.activations import Activation
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
 from penstock.quant.fp8 import FP8
+from penstock.quant.microscaling import MXFP4
 
 _KEPT = ("indexer.weights_proj", "eh_proj")  # plain in DeepSeek's files, though no list of the config says so
 
@@ -61,3 +63,19 @@ class _FP8(Reader):
             # Activations are quantized in groups of 128 columns, as DeepSeek's kernels take them.
             return by_blocks(n, k, self._block, "group" if self._block[1] == 128 else "token")
         return by_rows(n, k, "tensor" if self._scheme == "static" else "token")
+
+
+class _MXFP4(Reader):
+    methods = ("mxfp4",)
+    suffixes = ("_blocks", "_scales")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._plain = config.get("modules_to_not_convert") or []
+
+    def form(self, module: str, n: int, k: int) -> Form | None:  # noqa: ARG002 (a family's rule arranges all experts)
+        if ".experts." not in f"{module}." or named(module, self._plain):
+            return None
+        # Blocks lie along the inputs, last, where the plain tensors are [E, inputs, outputs].
+        return Form(MXFP4(), (Given("_blocks", ("uint8",)), Given("_scales", ("uint8",))),
+                    lambda raw: {"weight": raw["_blocks"].flatten(-2).transpose(1, 2), "scale": raw["_scales"].transpose(1, 2)},
+                    stacked=True)
