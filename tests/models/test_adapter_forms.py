@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock import models
 from penstock.canary import model_folder
-from penstock.checkpoint.config import read_json
 from penstock.core.errors import ModelError
+from penstock.core.files import read_json
 from penstock.models import adapters
 from penstock.models.adapters import AdapterReader
 from penstock.parallel.axis import Place

@@ -1,7 +1,6 @@
 """The small JSON files of a model folder: config.json, with the text part of a nested one (`models/config.py` interprets its
 values), generation_config.json, and how a sentence-transformers folder pools."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,25 +8,13 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import ModelError
+from penstock.core.files import read_json
 
 _OUTER = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id",
           "quantization_config", "compression_config")
 """Keys that a nested config may have outside its text part."""
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files in which programs wrote the `quantization_config` that config.json lacks, and their quant_method."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ModelError if it is missing, unreadable or not an object."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; every model folder has one; is this one whole?") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; download it again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}, not an object; download it again")
-    return value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -54,8 +41,7 @@ def _with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """The file's values, or nothing if the model has none. ModelError if it is corrupt."""
-    path = Path(folder) / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+    return read_json(Path(folder) / "generation_config.json", optional=True)
 
 
 def eos_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:

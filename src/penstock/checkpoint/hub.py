@@ -13,6 +13,7 @@ from penstock.checkpoint import gguf
 from penstock.checkpoint.fetch import fetch
 from penstock.checkpoint.gguf_text import files_of
 from penstock.core.errors import ModelError, first_line
+from penstock.core.files import read_json
 
 
 def aliases_file() -> Path:
@@ -23,13 +24,8 @@ def aliases_file() -> Path:
 
 def read_aliases() -> dict[str, str]:
     """All aliases, short names of folders or hub ids; none if there is no file. ModelError if it is not what it should be."""
-    try:
-        found = json.loads(aliases_file().read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{aliases_file()} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    found = read_json(aliases_file(), optional=True)
+    if not all(isinstance(value, str) for value in found.values()):
         raise ModelError(f"{aliases_file()} must be a JSON object of texts: {{\"name\": \"folder or hub id\"}}")
     return found
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint import gguf
-from penstock.checkpoint.config import read_json
 from penstock.core.errors import ModelError
+from penstock.core.files import read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The types that a plain weight may be stored in, and their torch names."""

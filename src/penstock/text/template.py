@@ -16,8 +16,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.core.errors import ConfigError, ModelError, RequestError
+from penstock.core.files import read_json
 from penstock.text import messages as chat
-from penstock.text.tokenizer import read_json, read_specials
+from penstock.text.tokenizer import read_specials
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names with a meaning: the template used unless another is asked for, and the one used when there are tools."""
@@ -298,9 +299,8 @@ def _cut(text: str) -> str:
 def _find(folder: Path) -> dict[str, str]:
     """The model's templates by name. Files win over tokenizer_config.json, as in transformers."""
     found: dict[str, str] = {}
-    config = read_json(folder / "tokenizer_config.json").get("chat_template")
-    legacy = read_json(folder / "chat_template.json").get("chat_template")
-    for given in (config, legacy):
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        given = read_json(folder / file, optional=True).get("chat_template")
         if isinstance(given, str):
             found[DEFAULT] = given
         elif isinstance(given, Mapping):

@@ -4,12 +4,12 @@ The work is done by `fast.py` (tokenizer.json) and `spm.py` (tokenizer.model). E
 gives for the same folder. Decoding gives what the model wrote: transformers' clean_up_tokenization_spaces, which rewrites
 text, is not applied (transformers itself has stopped applying it to such vocabularies)."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ModelError, RequestError
+from penstock.core.files import read_json
 from penstock.text.detokenize import Detokenizer
 from penstock.text.fast import FastVocabulary
 from penstock.text.spm import SentencePieceVocabulary
@@ -48,7 +48,7 @@ class Tokenizer:
         path = Path(folder)
         if path.is_file():
             return cls._load_sentencepiece(path, {}, {}, [], {})
-        settings = read_json(path / "tokenizer_config.json")
+        settings = read_json(path / "tokenizer_config.json", optional=True)
         named, extra = _specials(path, settings)
         if (path / "tokenizer.json").exists():
             vocabulary = FastVocabulary(path / "tokenizer.json", settings, {**named, **{name: name for name in extra}})
@@ -58,7 +58,7 @@ class Tokenizer:
             raise ModelError(_missing(path))
         listed = settings.get("added_tokens_decoder") or {}
         added = {int(token): entry["content"] for token, entry in listed.items()}
-        added |= {token: name for name, token in read_json(path / "added_tokens.json").items()}
+        added |= {token: name for name, token in read_json(path / "added_tokens.json", optional=True).items()}
         return cls._load_sentencepiece(file, settings, named, extra, added)
 
     @classmethod
@@ -127,13 +127,13 @@ class Tokenizer:
 
 def read_specials(folder: Path) -> dict[str, Any]:
     """`Tokenizer.special_tokens` as far as a folder's configuration names them, without loading the vocabulary."""
-    named, extra = _specials(folder, read_json(folder / "tokenizer_config.json"))
+    named, extra = _specials(folder, read_json(folder / "tokenizer_config.json", optional=True))
     return {**named, "additional_special_tokens": extra} if extra else dict(named)
 
 
 def _specials(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """(special tokens by role, additional ones)."""
-    older = read_json(folder / "special_tokens_map.json")
+    older = read_json(folder / "special_tokens_map.json", optional=True)
     return _named(older) | _named(settings), _extra(settings) or _extra(older)
 
 
@@ -144,19 +144,6 @@ def _check(text: str) -> None:
         raise RequestError(f"the text is not valid Unicode: character {error.start} is a lone surrogate "
                            f"(U+{ord(text[error.start]):04X}). Send properly encoded UTF-8", param="prompt",
                            code="invalid_value") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}. Download it again") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}, not an object. Download it again")
-    return found
 
 
 def _content(value: Any) -> str | None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.quant.gguf import GGUF
+from penstock.quant.gguf import ENCODERS, GGUF
 from penstock.quant.gguf_blocks import KINDS
-from penstock.quant.gguf_encoding import ENCODERS
 
 QUANTIZED = [kind for kind in KINDS if kind not in ("f32", "f16", "bf16")]
 

@@ -9,8 +9,7 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.quant.form import FLOATS, Form, Given, Reader, named, outside_linears
 from penstock.quant.fp8 import FP8
-from penstock.quant.gguf import GGUF
-from penstock.quant.gguf_encoding import ENCODERS
+from penstock.quant.gguf import ENCODERS, GGUF
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
 from penstock.quant.scheme import Scheme
