@@ -42,7 +42,6 @@ class Fingerprint:
 
     @property
     def nbytes(self) -> int:
-        """Returns the number of bytes to read and hash."""
         return sum(path.stat().st_size for path in self._files if _named(path) is None)
 
     def start(self) -> None:
@@ -64,7 +63,6 @@ class Fingerprint:
         return self._known or None
 
     def close(self) -> None:
-        """Ends threads that still hash."""
         self._closed = True
 
     def _finish(self) -> None:

@@ -14,8 +14,6 @@ PLAIN = Dialect("none")
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The selected dialect and the reasons."""
-
     dialect: Dialect
     why: str
     """The reason for the dialect of tool calls."""

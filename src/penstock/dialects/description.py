@@ -157,7 +157,6 @@ class Dialect(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(marker for marker in found if marker))
 
     def reasoning_by(self, reasoning: Reasoning | None, hidden: tuple[str, ...] = ()) -> "Dialect":
-        """Returns a copy with other reasoning markers."""
         return replace(self, reasoning=reasoning, hidden=tuple(dict.fromkeys((*self.hidden, *hidden))))
 
 

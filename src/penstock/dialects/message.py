@@ -81,6 +81,5 @@ class Built:
                     pass
 
     def message(self, malformed: bool = False) -> Message:
-        """Returns the message so far."""
         calls = [Call(name_id, name, "".join(arguments)) for name_id, name, arguments in self._calls.values()]
         return Message("".join(self._content), "".join(self._reasoning), calls, malformed)

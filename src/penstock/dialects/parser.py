@@ -11,7 +11,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.dialects import forms
-from penstock.dialects.channels import channels
 from penstock.dialects.description import Block, Dialect, Json
 from penstock.dialects.message import Arguments, Built, CallBegins, CallEnds, CallFails, Content, Event, Message, ReasoningText
 from penstock.dialects.reader import SPACE, MalformedError, Reader, Wait
@@ -51,7 +50,7 @@ class Parser:
         """The current run of content has text."""
         self._structured = False
         """Something other than content occurred."""
-        self._work = channels(self) if dialect.harmony else self._answer()
+        self._work = forms.channels(self) if dialect.harmony else self._answer()
         self._done = False
         if dialect.lead and prompt is not None and prompt.endswith(dialect.lead):
             self.push(dialect.lead)
@@ -74,7 +73,6 @@ class Parser:
         return True
 
     def finish(self) -> list[Event]:
-        """Ends the text. Returns the last events."""
         self.reader.ended = True
         return self._run()
 
@@ -110,7 +108,6 @@ class Parser:
             self._events.append(Arguments(self._call, text))
 
     def end(self) -> None:
-        """The call is complete."""
         if self._call is not None:
             self._events.append(CallEnds(self._call))
         self._call = None

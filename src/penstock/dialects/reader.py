@@ -22,8 +22,6 @@ class MalformedError(Exception):
 
 
 class Reader:
-    """A growing text and a read position."""
-
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
@@ -38,7 +36,6 @@ class Reader:
         return self.passing[1]
 
     def cut(self) -> None:
-        """Drops the consumed text."""
         self.text, self.at = self.text[self.at:], 0
 
     def peek(self) -> Generator[None, None, str]:
@@ -288,5 +285,4 @@ def literal(word: str) -> str | None:
 
 
 def escaped(text: str) -> str:
-    """Returns a text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -22,8 +22,7 @@ from penstock.ops.attention import WHOLE, Geometry, Span, Stripe, joined
 from penstock.ops.codec import sylvester
 from penstock.ops.rope import rotate
 from penstock.parallel.group import Group
-from penstock.quant.activations import FP8_MAX
-from penstock.quant.scheme import PLAIN
+from penstock.quant.scheme import FP8_MAX, PLAIN
 
 Held = tuple[Span, torch.Tensor, torch.Tensor]
 """A long segment or a piece of one, a cache of latents [pages, 1, page, D], and the row of the block table for it."""

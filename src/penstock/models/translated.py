@@ -79,7 +79,6 @@ class Checkpoint:
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """The torch type of a safetensors type."""
     found: torch.dtype = getattr(torch, TORCH_NAMES[name])
     return found
 

@@ -182,8 +182,6 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
 
 
 class _Progress:
-    """Counts the bytes that were read."""
-
     def __init__(self, checkpoint: Checkpoint, sources: dict[str, list[Source]], told: Progress | None) -> None:
         self._total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
         self._seen = set[str]()

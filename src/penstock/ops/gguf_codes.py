@@ -1,6 +1,6 @@
 """GGUF's block types whose numbers are code * scale + shift, taken apart for the kernels of CPUs and GPUs.
 
-ggml-common.h has their layout. `quant/gguf_blocks.py` defines what all block types mean."""
+ggml-common.h has their layout. `quant/gguf.py` defines what all block types mean."""
 
 import torch
 

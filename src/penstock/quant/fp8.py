@@ -6,15 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from penstock.ops.bits import blocks, spread
-from penstock.quant import activations
-from penstock.quant.scheme import Part
+from penstock.quant.scheme import FP8_MAX, Activation, Part, rounded
 
 
 @dataclass(frozen=True)
 class FP8:
     """weight = code * scale. A scale of a whole tensor is stored once for each of its rows."""
 
-    activation: activations.Activation = "none"
+    activation: Activation = "none"
     block: tuple[int, int] | None = None
     """Rows and columns of a block that shares a scale; None: a scale a row."""
 
@@ -39,8 +38,8 @@ class FP8:
             peak = x.abs().amax(-1)
         else:
             peak = blocks(blocks(x.abs(), self.block[1]).amax(-1).mT, self.block[0]).amax(-1).mT.contiguous()
-        scale = peak.clamp_min(1e-12) / activations.FP8_MAX
-        codes = (x / self._spread(scale, matrix.shape)).clamp(-activations.FP8_MAX, activations.FP8_MAX).to(torch.float8_e4m3fn)
+        scale = peak.clamp_min(1e-12) / FP8_MAX
+        codes = (x / self._spread(scale, matrix.shape)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
         found = {"weight": codes, "scale": scale}
         return {**found, "input_scale": torch.ones(1, device=x.device)} if self.activation == "tensor" else found
 
@@ -48,7 +47,7 @@ class FP8:
         return (parts["weight"].float() * self._spread(parts["scale"], parts["weight"].shape)).to(dtype)
 
     def inputs(self, x: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return activations.rounded(x, self.activation, parts.get("input_scale"), torch.float8_e4m3fn)
+        return rounded(x, self.activation, parts.get("input_scale"), torch.float8_e4m3fn)
 
     def _spread(self, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         if self.block is None:

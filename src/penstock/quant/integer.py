@@ -6,15 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from penstock.ops.bits import blocks, pack, spread, unpack
-from penstock.quant import activations
-from penstock.quant.scheme import Part, Weights
+from penstock.quant.scheme import Activation, Part, Weights, rounded
 
 
 @dataclass(frozen=True)
 class Int8:
     """weight = code * scale, a scale a row, with int8 activations or plain ones."""
 
-    activation: activations.Activation = "none"
+    activation: Activation = "none"
 
     name = "int8"
     grain = (1, 1)
@@ -33,7 +32,7 @@ class Int8:
         return (parts["weight"].float() * parts["scale"][..., None]).to(dtype)
 
     def inputs(self, x: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return activations.rounded(x, self.activation, parts.get("input_scale"), torch.int8)
+        return rounded(x, self.activation, parts.get("input_scale"), torch.int8)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Grouped(Weights):
     scales: str = "float16"
     ordered: bool = False
     """The columns are sorted by group (GPTQ's act-order): stored column j is input order[j]."""
-    activation: activations.Activation = "none"
+    activation: Activation = "none"
     rounding: str = "int8"
     """The type to which activations are rounded, if they are."""
 
@@ -71,7 +70,7 @@ class Grouped(Weights):
 
     def inputs(self, x: torch.Tensor, _parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         # compressed-tensors divides by half of the range of int8, whose least code is one more.
-        return activations.rounded(x, self.activation, None, getattr(torch, self.rounding), 127.5 * (self.rounding == "int8"))
+        return rounded(x, self.activation, None, getattr(torch, self.rounding), 127.5 * (self.rounding == "int8"))
 
     def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         x, k = matrix.float(), matrix.shape[-1]

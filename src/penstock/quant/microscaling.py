@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from penstock.ops.bits import FP4, blocks, nearest, pack, power_of_two, spread, table, unpack
-from penstock.quant.activations import FP8_MAX
-from penstock.quant.scheme import Part, Weights
+from penstock.quant.scheme import FP8_MAX, Part, Weights
 
 _MX = 32
 TABLES = {

@@ -7,15 +7,21 @@ matrix stays as stored, and `Decoding` decodes all of it, in tiles of rows, at e
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from penstock.core.state import DTYPE_BYTES
+from penstock.ops.bits import blocks
 from penstock.ops.experts import Stack
 from penstock.ops.linear import Joined, StoredWeight, Weight, rows_of
 from penstock.ops.registry import Kernels
 
+Activation = Literal["none", "token", "group", "tensor"]
+"""Not quantized; a scale for each token; for each 128 columns of one; one scale that the checkpoint gives."""
+
+FP8_MAX = 448.0
+GROUP = 128
 _TILE = 1 << 22
 """Elements that are decoded at a time: 16 MB in float32, on a GPU little beside a step and long enough for a GEMM."""
 
@@ -64,6 +70,22 @@ class Decoding:
                 for suffix, part in weight.parts.items()}
         found: torch.Tensor = scheme.decode(rows, weight.dtype)
         return found
+
+
+def rounded(x: torch.Tensor, activation: Activation, scale: torch.Tensor | None, dtype: torch.dtype,
+            peak: float = 0.0) -> torch.Tensor:
+    """Activations x [T, k] rounded to codes of `dtype` (FP8 or int8) times a scale, in x's dtype: a scheme's product is that of
+    these with the decoded matrix, and kernels that multiply codes give it up to the order of sums. `peak`: of codes."""
+    if activation == "none":
+        return x
+    groups, least, most = blocks(x, GROUP if activation == "group" else x.shape[-1]).float(), -FP8_MAX, FP8_MAX
+    if dtype is torch.int8:
+        least, most = -128.0, 127.0
+    if scale is None:
+        scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (peak or most)
+    codes = groups / scale
+    codes = (torch.round(codes) if dtype is torch.int8 else codes).clamp(least, most).to(dtype)
+    return (codes.float() * scale).to(x.dtype).flatten(-2)[..., :x.shape[-1]].contiguous()
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.checkpoint.gguf import SIZES
 from penstock.core.errors import ModelError
-from penstock.quant.gguf import ENCODERS, GGUF
-from penstock.quant.gguf_blocks import KINDS
-
-QUANTIZED = [kind for kind in KINDS if kind not in ("f32", "f16", "bf16")]
+from penstock.quant.gguf import ENCODERS, GGUF, KINDS
 
 
 def random_blocks(kind: str, rows: int = 64) -> np.ndarray:
@@ -20,7 +18,7 @@ def random_blocks(kind: str, rows: int = 64) -> np.ndarray:
     return data & 0xBF if kind != "iq1_m" else data & 0x3F
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_decode_as_the_package_decodes_them(kind: str) -> None:
     data = random_blocks(kind)
     expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.upper()])
@@ -33,7 +31,8 @@ def test_blocks_decode_as_the_package_decodes_them(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_are_the_packages(kind: str) -> None:
     known = gguf.GGMLQuantizationType[kind.upper()]
-    assert (KINDS[kind].columns, KINDS[kind].nbytes) == gguf.GGML_QUANT_SIZES[known] and KINDS[kind].number == known.value
+    sizes = KINDS[kind].columns, KINDS[kind].nbytes
+    assert sizes == gguf.GGML_QUANT_SIZES[known] and SIZES[known.value] == (kind, *sizes)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ENCODERS if not kind.endswith("_k")])
@@ -42,13 +41,6 @@ def test_blocks_are_encoded_as_the_package_encodes_them(kind: str) -> None:
     x[1], x[2, :40] = 0, 1e-3
     expected = gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind.upper()])
     assert np.array_equal(GGUF(kind).encode(torch.from_numpy(x))["weight"].numpy(), expected)
-
-
-def test_plain_types() -> None:
-    x = torch.randn(4, 8)
-    for kind, dtype in (("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)):
-        stored = x.to(dtype)
-        assert torch.equal(GGUF(kind).decode({"weight": stored.view(torch.uint8)}, torch.float32), stored.float())
 
 
 def test_what_cannot_be_stored_is_refused() -> None:

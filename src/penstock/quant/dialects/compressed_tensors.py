@@ -12,13 +12,12 @@ import torch.nn.functional as F
 
 from penstock.core.errors import ModelError
 from penstock.ops.bits import pack, unpack
-from penstock.quant.activations import Activation
 from penstock.quant.dialects.fp8 import by_blocks, by_rows
 from penstock.quant.dialects.words import awq
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
 from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
-from penstock.quant.scheme import Factored
+from penstock.quant.scheme import Activation, Factored
 
 _FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
             "mxfp4-pack-quantized", "mxfp8-quantized")
