@@ -28,9 +28,8 @@ from penstock.ops.activation import gated as gate
 from penstock.ops.coded_forms import CodedWeight
 from penstock.ops.coded_triton import CodedTriton
 from penstock.ops.linear_triton import Tile
-from penstock.quant.fp8 import FP8
+from penstock.quant.codes import FP8, Grouped, Int8
 from penstock.quant.gguf import GGUF
-from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
 
 SCHEMES: dict[str, Any] = {

@@ -25,7 +25,7 @@ SCHEMES = ("fp8", "fp8_block", "fp8_weights", "int8", "int8_weights", "int4", "i
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_written_is_what_is_read(scheme: str, plain: Path, tmp_path: Path) -> None:  # noqa: F811
     from penstock.quant.dialects.at_load import SCHEMES as KNOWN
-    from penstock.quant.writing import writable
+    from penstock.quant.dialects.compressed_tensors import writable
     assert main(["quantize", str(plain), str(tmp_path / "out"), "--scheme", scheme]) == 0
     given = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert given["quant_method"] == "compressed-tensors" and given["ignore"] == ["lm_head"]
@@ -58,7 +58,7 @@ def test_loss_and_rules_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_rounding_by_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPTQ with canary: other codes with the same scales, and products of the text's own inputs change less."""
     from penstock.quant.dialects.at_load import SCHEMES as KNOWN
-    from penstock.quant.writing import writable
+    from penstock.quant.dialects.compressed_tensors import writable
 
     text, model = tmp_path / "text", canary.model_folder()
     text.write_text("The bird sat on the wall. It sang a song, and then it flew away over the trees.\n" * 30)
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(name: str, tmp_path: Path, mo
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(quantized.writing, "config", full)
+    monkeypatch.setattr(quantized.compressed_tensors, "config", full)
     monkeypatch.setattr(gguf_out, "_bytes", full)
     scheme = "q8_0" if name.endswith(".gguf") else "int8"
     assert main(["quantize", "canary", str(tmp_path / "new" / name), "--scheme", scheme]) == 1

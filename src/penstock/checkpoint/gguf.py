@@ -181,21 +181,24 @@ _DELTA = {**_SECOND, "attn_qkv": "attention.input", "attn_gate": "attention.z", 
           "ssm_a": "attention.decay", "ssm_dt.bias": "attention.step", "ssm_ba": "attention.b attention.a",
           "ssm_in": "attention.input attention.z"}
 """Delta nets. Of two names each takes some rows of the tensor."""
-_GEMMAS = dict(pair.split("=") for pair in """
-    attn_q=self_attn.q_proj attn_k=self_attn.k_proj attn_v=self_attn.v_proj attn_output=self_attn.o_proj
-    attn_q_norm=self_attn.q_norm attn_k_norm=self_attn.k_norm attn_norm=input_layernorm
-    post_attention_norm=post_attention_layernorm ffn_norm=pre_feedforward_layernorm post_ffw_norm=post_feedforward_layernorm
-    ffn_gate=mlp.gate_proj ffn_up=mlp.up_proj ffn_down=mlp.down_proj layer_output_scale.weight=layer_scalar
-    inp_gate=per_layer_input_gate proj=per_layer_projection post_norm=post_per_layer_input_norm
-    altup_correct_coef=altup.correction_coefs altup_correct_scale.weight=altup.correct_output_scale
-    altup_predict_coef=altup.prediction_coefs altup_router=altup.modality_router altup_router_norm=altup.router_norm
-    laurel_l=laurel.linear_left laurel_r=laurel.linear_right laurel_post_norm=laurel.post_laurel_norm
-    ffn_gate_inp=router.proj ffn_gate_inp.scale=router.scale ffn_down_exps.scale=router.per_expert_scale
-    ffn_gate_up_exps=experts.gate_up_proj ffn_down_exps=experts.down_proj pre_ffw_norm_2=pre_feedforward_layernorm_2
-    post_ffw_norm_1=post_feedforward_layernorm_1 post_ffw_norm_2=post_feedforward_layernorm_2
-    token_embd=model.embed_tokens output_norm=model.norm output=lm_head per_layer_token_embd=model.embed_tokens_per_layer
-    per_layer_model_proj=model.per_layer_model_projection per_layer_proj_norm=model.per_layer_projection_norm
-    altup_proj=model.altup_projections.@ altup_unembd_proj=model.altup_unembed_projections.@""".split())
+_GEMMAS = {
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}, "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm", "layer_output_scale.weight": "layer_scalar",
+    "altup_correct_coef": "altup.correction_coefs", "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm", "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm", "token_embd": "model.embed_tokens", "output_norm": "model.norm",
+    "output": "lm_head", "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection", "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections.@", "altup_unembd_proj": "model.altup_unembed_projections.@",
+    "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj", "ffn_down_exps": "experts.down_proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2"}
 """Gemma 3n's and 4's, in a block and outside, as transformers names them."""
 _ROWS = {"per_layer_token_embd.weight": "vocab_size_per_layer_input", "blk.0.laurel_l.weight": "laurel_rank"}
 """Tensors whose rows no metadata counts, and config.json's keys for them."""

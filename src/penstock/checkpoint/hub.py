@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import tempfile
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from penstock import canary
 from penstock.checkpoint import gguf
-from penstock.checkpoint.fetch import fetch
 from penstock.checkpoint.gguf_text import files_of
 from penstock.core.errors import ModelError, first_line
 from penstock.core.files import read_json
@@ -141,7 +142,7 @@ def _download(model: str, revision: str | None, files: list[str] | None = None, 
     here, cache = f"there is no folder {Path(model).absolute()}", f"the hub cache ({constants.HF_HUB_CACHE})"
     try:
         if resume and not constants.HF_HUB_OFFLINE:
-            fetch(model, revision, files or FILES, None if files else SKIPPED)
+            _fetch(model, revision, files or FILES, None if files else SKIPPED)
         return Path(snapshot_download(model, revision=revision, allow_patterns=files or FILES,
                                       ignore_patterns=None if files else SKIPPED))
     except HFValidationError as error:
@@ -157,3 +158,52 @@ def _download(model: str, revision: str | None, files: list[str] | None = None, 
                          "private model needs its terms accepted and HF_TOKEN set") from None
     except OSError as error:
         raise ModelError(f"{here}, and downloading {named} failed: {first_line(error)}. Check the network and disk") from None
+
+
+_CHUNK = 1 << 20
+
+
+def _fetch(repository: str, revision: str | None, patterns: list[str], ignored: list[str] | None) -> None:
+    """Completes the blobs of the files that match, each from where it stopped: huggingface_hub begins a file again after a
+    break, which costs hours for large ones. It links the finished ones. OSError, or the hub's own errors, if it cannot."""
+    from huggingface_hub import HfApi, constants, hf_hub_url
+    from huggingface_hub.file_download import get_hf_file_metadata, repo_folder_name
+    from huggingface_hub.utils._paths import filter_repo_objects
+
+    info = HfApi().model_info(repository, revision=revision)
+    names = [one.rfilename for one in info.siblings or []]
+    blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model") / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    for name in filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=ignored):
+        url = hf_hub_url(repository, name, revision=info.sha)
+        found = get_hf_file_metadata(url)
+        if found.etag is None or found.size is None or (blobs / found.etag).exists():
+            continue
+        _go_on(name, found.location, blobs / found.etag, found.size, urlsplit(found.location).netloc == urlsplit(url).netloc)
+
+
+def _go_on(name: str, url: str, blob: Path, size: int, own: bool) -> None:
+    """One file, by way of BLOB.part. `own`: it lies on the hub itself, which may see the user's token."""
+    from huggingface_hub.utils._headers import build_hf_headers
+    from tqdm import tqdm
+
+    part = blob.with_name(blob.name + ".part")
+    start = part.stat().st_size if part.exists() else 0
+    headers = {**(build_hf_headers() if own else {}), **({"Range": f"bytes={start}-"} if start else {})}
+    if start < size:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+            going_on = answer.status == 206
+            with part.open("ab" if going_on else "wb") as file, tqdm(
+                    desc=name, total=size, initial=start if going_on else 0, unit="B", unit_scale=True) as bar:
+                while data := answer.read(_CHUNK):
+                    file.write(data)
+                    bar.update(len(data))
+    with part.open("rb") as file:
+        wrong = len(blob.name) == 64 and hashlib.file_digest(file, "sha256").hexdigest() != blob.name
+    if part.stat().st_size == size and not wrong:
+        part.replace(blob)
+        return
+    if wrong or part.stat().st_size > size:
+        part.unlink()
+        raise ModelError(f"{name} arrived damaged and was deleted; pull again")
+    raise ModelError(f"the connection ended in the middle of {name}; pull again to go on")

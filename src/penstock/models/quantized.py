@@ -16,8 +16,8 @@ from penstock.models.registry import checkpoint_of, configured, describe, family
 from penstock.models.rules import usual
 from penstock.models.translated import Translated
 from penstock.models.weights import Progress
-from penstock.quant import writing
-from penstock.quant.rounding import gptq, serves
+from penstock.quant.codes import gptq, serves
+from penstock.quant.dialects import compressed_tensors
 from penstock.quant.scheme import Scheme
 
 # Scales of a projection's inputs that make its matrix (AWQ) or its activations (SmoothQuant) easier to round. Products stay as
@@ -72,7 +72,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     or ModelError: why not. `begin` is called when nothing is left to refuse, before anything is written."""
     given, checkpoint = plain(folder, scheme, rules, dtype)
     modules = checkpoint.modules()
-    schemes = {name: writing.writable(form.scheme, dtype) for name, form in modules.items()}
+    schemes = {name: compressed_tensors.writable(form.scheme, dtype) for name, form in modules.items()}
     unusual = [name for name in modules if checkpoint.rearranged(name)]
     if unusual:
         raise ConfigError(f"{unusual[0]} is not stored as a matrix [outputs, inputs], which compressed-tensors needs; quantize "
@@ -102,7 +102,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
                 parts = schemes[module].encode(tensor.float()) if known is None else gptq(
                     schemes[module], tensor.float().to(known.device), known)
                 parts = {name: part.cpu() for name, part in parts.items()}
-                found = writing.tensors(schemes[module], parts, getattr(torch, dtype), tensor.shape[-1])
+                found = compressed_tensors.tensors(schemes[module], parts, getattr(torch, dtype), tensor.shape[-1])
                 files.add({f"{module}.{suffix}": part for suffix, part in found.items()})
             else:
                 files.add({name: tensor.clone()})
@@ -112,7 +112,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
             progress(done, total)
     files.close()
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = writing.config(schemes, sorted(set(checkpoint.linears) - schemes.keys()))
+    config["quantization_config"] = compressed_tensors.config(schemes, sorted(set(checkpoint.linears) - schemes.keys()))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in folder.iterdir():
         if path.suffix in (".json", ".model", ".jinja", ".txt") and path.name not in ("config.json", INDEX):

@@ -8,8 +8,8 @@ import torch
 
 from penstock.core.errors import ModelError
 from penstock.ops.bits import unpack
+from penstock.quant.codes import Int8
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
-from penstock.quant.integer import Int8
 from penstock.quant.microscaling import TABLES, Table4
 from penstock.quant.scheme import PLAIN
 
