@@ -1,1 +1,1 @@
-"""Schemes: the formats in which the numbers of a weight matrix are stored, one file each. `ops/` has their kernels."""
+"""Schemes: the formats in which the numbers of a weight matrix are stored. Those that are alike share a file."""

@@ -110,7 +110,13 @@ class _GGUF(Reader):
         stem = re.sub(r"\.(weight|bias)$", "", name)
         part, rows = stem.rpartition(".")[2], None if self._delta is None else self._delta.rows(stem)
         if rows is not None or stem.endswith("attention.decay"):
-            return self._delta_adjust(part, None if rows is None else rows[0])
+            def ordered(tensor: torch.Tensor) -> torch.Tensor:
+                if rows is not None:
+                    order = rows[0].to(tensor.device)
+                    tensor = tensor[:, order] if part == "out" else tensor.view(len(order), -1)[order].view(tensor.shape)
+                return (-tensor).log() if part == "decay" else tensor
+
+            return ordered
         if self._permuted is not None and part in ("q", "k"):
             heads = int(self._permuted["qk".index(part)])
             # Rows (head, pair, half) as llama.cpp rotates them, back to (head, half, pair).
@@ -119,12 +125,3 @@ class _GGUF(Reader):
                 self._delta is not None and stem.endswith("attention.norm")):
             return lambda tensor: tensor - 1
         return None
-
-    def _delta_adjust(self, part: str, rows: torch.Tensor | None) -> Adjust:
-        def adjust(tensor: torch.Tensor) -> torch.Tensor:
-            if rows is not None:
-                order = rows.to(tensor.device)
-                tensor = tensor[:, order] if part == "out" else tensor.view(len(rows), -1)[order].view(tensor.shape)
-            return (-tensor).log() if part == "decay" else tensor
-
-        return adjust
