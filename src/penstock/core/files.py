@@ -14,9 +14,9 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         if optional:
             return {}
-        raise ModelError(f"{path} is missing; every model folder has one; is this one whole?") from None
+        raise ModelError(f"{path} is missing; is the folder whole?") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}; mend it, or download it again") from None
+        raise ModelError(f"{path} cannot be read as JSON: {error}; mend it, or download it again") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path} holds a {type(found).__name__}, not an object; mend it, or download it again")
     return found

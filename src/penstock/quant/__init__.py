@@ -1,1 +1,1 @@
-"""Schemes: the formats in which the numbers of a weight matrix are stored. Those that are alike share a file."""
+"""Schemes: the formats in which the numbers of a weight matrix are stored. One file has all that are alike."""

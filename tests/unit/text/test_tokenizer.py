@@ -177,7 +177,7 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
         Tokenizer.load(folder)
     (folder / "tokenizer.json").write_text(whole)
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer_config.json is not readable JSON"):
+    with pytest.raises(ModelError, match=r"tokenizer_config.json cannot be read as JSON"):
         Tokenizer.load(folder)
     other = tmp_path / "other"
     other.mkdir()
