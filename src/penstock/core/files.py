@@ -18,5 +18,5 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}; mend it, or download it again") from None
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}, not an object; mend it, or download it again")
+        raise ModelError(f"{path} must be a JSON object, but is a {type(found).__name__}; mend it, or download it again")
     return found
