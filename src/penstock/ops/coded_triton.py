@@ -20,8 +20,6 @@ kernels, plain, mixed = gpu.Kernels("coded_kernels"), gpu.Kernels("linear_kernel
 
 MANY = Tile(128, 128, 1, warps=8, stages=3, group=8)
 """For many rows. Here `Tile.deep` counts units of the matrix's columns."""
-NARROW = MANY._replace(tall=64)
-"""The same for codes of 4 bits, whose conversion wants more programs."""
 
 
 def parts(weight: CodedWeight, gated: bool) -> int:
@@ -54,12 +52,6 @@ def few(rows: int, weight: CodedWeight, gated: bool) -> Tile:
     return Tile(tall, 64, units, parts(weight, gated), stages=stages)
 
 
-def converted(weight: CodedWeight) -> int:
-    """The most rows for which a product that converts codes as it goes is faster than the library after `decoded`."""
-    several = weight.kind == "table4" or (weight.kind == "int4" and weight.scales > 1)
-    return 64 if several else 128 if weight.kind == "e2m1" else 256
-
-
 def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
     """The tile for x [rows, k] times the matrix; None selects the library."""
     if rows <= 64:
@@ -70,14 +62,10 @@ def pick(rows: int, weight: CodedWeight, gated: bool) -> Tile | None:
         programs = -(-weight.n // 64) * -(-rows // 128)
         few_programs = Tile(128, 64, 1, 2 if programs <= 64 else 1)
         return few_programs if programs <= 256 and not gated else MANY
-    if rows > converted(weight) or (rows > 128 and weight.n <= 4096 and not weight.four):
+    if weight.four or rows > (128 if weight.n <= 4096 else 256):
         return None
-    if gated:
-        return NARROW if weight.four else MANY
     programs = -(-weight.n // 64) * -(-rows // 128)
-    if rows > 128 and weight.n > 4096 and weight.four:
-        return NARROW._replace(warps=4)
-    return Tile(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, group=8)
+    return MANY if gated else Tile(128, 64, 1, 1 if programs > 128 else 2 if programs > 64 else 4, stages=3, group=8)
 
 
 def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Tile:
@@ -86,7 +74,7 @@ def pick_invariant(rows: int, weight: CodedWeight, gated: bool) -> Tile:
     if rows <= 64 or (cut.split > 1 and rows <= 256):
         return cut._replace(tall=min(64, gpu.covering(max(16, rows))))
     if cut.split == 1:
-        return NARROW if weight.four else MANY
+        return MANY
     return Tile(128, 64, 1, cut.split, stages=3, group=8, joined=True)
 
 
@@ -206,15 +194,15 @@ def mixture(rows: int, weight: CodedWeight, gated: bool) -> tuple[int, int, int]
 
 
 def mixes(rows: int, weight: CodedWeight, gated: bool) -> bool:
-    """Whether `launch_mixed` is faster than what serves else."""
-    if rows <= 64:
-        return rows > 32 or (rows > 16 and not gated)
-    # Rows that all multiprocessors could compute in the time, beside those of the library and of decoding the matrix for it.
+    """Whether `launch_mixed` is faster than what serves else, by microseconds as bench/notes.md has them of an H200."""
+    if rows <= 64 or rows > 1024:
+        return 32 < rows <= 64 or (16 < rows <= 32 and not gated)
     tall, split, _ = mixture(rows, weight, gated)
-    across = -(-weight.n // (256 if gated else 128))
+    across, size = -(-weight.n // (256 if gated else 128)), weight.n * weight.padded / 1e6
     turns = -(-across * -(-rows // tall) * split // gpu.MULTIPROCESSORS)
-    slower = 1.45 if weight.unit == 64 or weight.form == "shifts" else 1.2 if weight.kind == "e2m1" else 1.0
-    return slower * turns * gpu.MULTIPROCESSORS * tall / (across * split) <= (300 if gated else 240) + 0.79 * rows
+    unit = 1.2 if weight.unit == 64 or weight.form == "shifts" else 1.0 if weight.kind == "e2m1" else 0.84
+    ours = 3 + (7 if split > 1 else 0) + unit * (2 if gated else 1) * turns * -(-weight.padded // (128 * split))
+    return ours <= 2 + max(3, 0.62 * size) + max(4, 0.48 * size, size * rows / 355)  # decoding, and cuBLAS
 
 
 def mixable(x: torch.Tensor, weight: CodedWeight) -> bool:

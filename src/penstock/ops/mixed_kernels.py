@@ -5,18 +5,14 @@ A program has two warpgroups that multiply and a warp that loads by TMA. Importe
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from penstock.ops.activation_kernel import activate as _activate
+from penstock.ops.coded_kernels import _lower
 from penstock.ops.linked_kernel import enter as _enter
 
-activate, enter = gluon.jit(_activate.fn), gluon.jit(_enter.fn)
+activate, enter, lower = (gluon.jit(one.fn) for one in (_activate, _enter, _lower))
 
 
 @triton.constexpr_function
@@ -50,16 +46,6 @@ def _decoding(piece, kind, form, exact, wide):
 
 
 @gluon.jit
-def _half(word, half: gl.constexpr):
-    """The lower half of a word, float16 (`half`) or bfloat16, as float32."""
-    if half:
-        found = (word & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True).to(gl.float32)
-    else:
-        found = (word << 16).to(gl.float32, bitcast=True)
-    return found
-
-
-@gluon.jit
 def _words(words, unit, own, spread, scales: gl.constexpr, form: gl.constexpr):
     """The words of a unit's scales, of which there are as many as scales or half."""
     found = ()
@@ -84,11 +70,11 @@ def _factors(words, unit, own, scales: gl.constexpr, form: gl.constexpr, half: g
                 word = gl.where(unit % 2 == 1, word >> 16, word)
             elif form == "halves" and g % 2 == 1:
                 word = word >> 16
-            scale = word.to(gl.float32, bitcast=True) if form == "float" else _half(word, half)
+            scale = word.to(gl.float32, bitcast=True) if form == "float" else lower(word, half)
             if form == "zeros":
-                base = _half(word >> 16, half) + zero
+                base = lower(word >> 16, half) + zero
         if form == "shifts":
-            found = found + (((_half(word >> 16, half) - zero * scale)[:, None], scale[:, None], scale.to(dtype)),)  # noqa: RUF005
+            found = found + (((lower(word >> 16, half) - zero * scale)[:, None], scale[:, None], scale.to(dtype)),)  # noqa: RUF005
         else:
             high = scale.to(dtype)
             low = (scale - high.to(gl.float32)).to(dtype)
@@ -160,7 +146,7 @@ def _multiply(who: gl.constexpr, rooms, codes, full, empty, words, gains, bias, 
         for piece in gl.static_range(4):
             x, pending, following = rooms.index(turn % stages * 4 + piece).permute((1, 0)), (), ()
             for h in gl.static_range(parts):
-                pending = pending + (warpgroup_mma(numbers[h][0], x, totals[h], is_async=True),)  # noqa: RUF005
+                pending = pending + (hopper.warpgroup_mma(numbers[h][0], x, totals[h], is_async=True),)  # noqa: RUF005
             totals = pending
             if piece < 3:
                 for h in gl.static_range(parts):
@@ -174,7 +160,7 @@ def _multiply(who: gl.constexpr, rooms, codes, full, empty, words, gains, bias, 
             prepared = prepared + (_prepared(ready[h][3], words, codes, (then % stages * parts + h) * 2 + who, begin + then,  # noqa: RUF005
                                              after, own + h * n, spread, kind, form, half, scales, early, dtype, operand),)
         ready = prepared
-        totals = warpgroup_mma_wait(0, deps=totals)
+        totals = hopper.warpgroup_mma_wait(0, deps=totals)
         if parts == 1:
             totals = (totals,)
         mbarrier.arrive(empty.index(turn % stages), count=1)
@@ -216,10 +202,10 @@ def _load(x, matrix, rooms, codes, full, empty, row, panel, below, begin, units,
         mbarrier.expect(full.index(stage), (4 * rooms.shape[1] + parts * 2 * 64) * size * 2)
         for i in gl.static_range(2 * parts):
             first = panel + i if i < 2 else below + i - 2
-            tma.async_copy_global_to_shared(matrix, [(first * total + begin + turn) * 64, 0], full.index(stage),
+            hopper.tma.async_copy_global_to_shared(matrix, [(first * total + begin + turn) * 64, 0], full.index(stage),
                                             codes.index(stage * parts * 2 + i))
         for i in gl.static_range(4):
-            tma.async_copy_global_to_shared(x, [row, ((begin + turn) * 4 + i) * size], full.index(stage),
+            hopper.tma.async_copy_global_to_shared(x, [row, ((begin + turn) * 4 + i) * size], full.index(stage),
                                             rooms.index(stage * 4 + i))
 
 
@@ -251,7 +237,7 @@ def mixed(x, matrix, words, gains, bias, out, partial, tickets, rows, n, total, 
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
+    hopper.fence_async_shared()
     gl.warp_specialize([
         (_multiply, (0, rooms, codes, full, empty, words, gains, bias, out, partial, tickets, row, panel, begin, units, rows, n,
                      spread, stages, split, kind, form, half, scales, gate, dtype)),
