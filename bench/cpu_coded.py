@@ -14,8 +14,9 @@ import torch
 
 from penstock.ops.registry import bind, set_threads
 from penstock.platform.facts import detect
-from penstock.quant.codes import FP8, Grouped, Int8
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
+from penstock.quant.integer import Grouped, Int8
 
 SCHEMES: dict[str, Any] = {"q8_0": GGUF("q8_0"), "q4_0": GGUF("q4_0"), "q4_k": GGUF("q4_k"), "q6_k": GGUF("q6_k"),
                            "int8": Int8("token"), "int4g128": Grouped(4, 128), "fp8": FP8("token"),

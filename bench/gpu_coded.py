@@ -28,9 +28,11 @@ from penstock.ops.activation import gated as gate
 from penstock.ops.coded_forms import CodedWeight
 from penstock.ops.coded_triton import CodedTriton
 from penstock.ops.linear_triton import Tile
-from penstock.quant.codes import FP8, Grouped, Int8
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
+from penstock.quant.integer import Grouped, Int8
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
+from penstock.quant.normal import Table4
 
 SCHEMES: dict[str, Any] = {
     "int4g128": Grouped(4, 128), "awq": Grouped(4, 128, "uint8"), "fp8": FP8("token"), "fp8_block": FP8("group", (128, 128)),

@@ -11,7 +11,7 @@ from penstock.layers.step import GroupStep, Step
 from penstock.ops.experts import Loose
 from penstock.ops.registry import Kernels, bind
 from penstock.platform.facts import detect
-from penstock.quant.codes import FP8
+from penstock.quant.fp8 import FP8
 from penstock.quant.scheme import PLAIN, pack
 from tests.models.harness import CPU, reference
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.quant.codes import FP8, Grouped, Int8, gptq, serves
+from penstock.quant.fp8 import FP8
+from penstock.quant.integer import Grouped, Int8, gptq, serves
 from penstock.quant.scheme import Scheme
 
 SCHEMES = [Grouped(4, 32), Grouped(4, 32, "uint8"), Grouped(3, 64), Grouped(2, 32, "uint8"), Int8("token"), Grouped(4, 0)]

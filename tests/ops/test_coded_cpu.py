@@ -10,8 +10,9 @@ import torch
 from penstock.ops import bits, native
 from penstock.ops.coded_cpu import NAMES
 from penstock.ops.table import Implementation
-from penstock.quant.codes import FP8, Grouped, Int8
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
+from penstock.quant.integer import Grouped, Int8
 from tests.ops.kernels import every, random, usable
 
 SCHEMES: list[Any] = [

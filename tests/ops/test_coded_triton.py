@@ -11,9 +11,11 @@ from penstock.ops import coded_triton, gguf_codes
 from penstock.ops.activation import gated
 from penstock.ops.coded_forms import FP8 as FP8_TYPE, NAMES, CodedWeight
 from penstock.ops.coded_triton import CodedTriton, Tile, launch, launch_codes, launch_fragments, launch_mixed, quantized
-from penstock.quant.codes import FP8, Grouped, Int8
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
+from penstock.quant.integer import Grouped, Int8
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
+from penstock.quant.normal import Table4
 from tests.ops.interpreter import DEVICE, DTYPES, interpreter
 from tests.ops.kernels import close, random
 from tests.ops.test_coded_cpu import blocks

@@ -25,8 +25,9 @@ from penstock.ops.experts_hosted import HostedStack, Residency, Stages
 from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, choose_coded, launch
 from penstock.ops.registry import bind, implementations
 from penstock.ops.table import Implementation
-from penstock.quant.codes import FP8, Grouped, Int8
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
+from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4, NVFP4
 from penstock.quant.scheme import PLAIN
 from penstock.worker import memory

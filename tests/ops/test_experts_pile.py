@@ -11,8 +11,9 @@ from penstock.ops.coded_cpu import CodedPile
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
-from penstock.quant.codes import FP8, Grouped, Int8
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
+from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MXFP4
 from penstock.quant.scheme import PLAIN, pack
 from tests.ops.test_experts import GLUS, Case, inputs, plain

@@ -9,7 +9,7 @@ from penstock.ops.experts import Glu
 from penstock.ops.experts_triton import InvariantExperts, Plan, Tile, TritonExperts, _sort, choose, launch
 from penstock.ops.routing import Routing
 from penstock.ops.rows_triton import route
-from penstock.quant.codes import FP8
+from penstock.quant.fp8 import FP8
 from penstock.quant.scheme import Scheme
 from tests.ops.interpreter import DEVICE, DTYPES
 from tests.ops.kernels import close, random

@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
 def _moments(folder: Path, dtype: str, args: argparse.Namespace) -> Any:
     """The model with the calibration text. ConfigError: the scheme or the text does not serve."""
     from penstock.models import configured
-    from penstock.quant.codes import serves
     from penstock.quant.dialects.at_load import SCHEMES
+    from penstock.quant.integer import serves
     from penstock.text import Tokenizer
     from penstock.worker.calibration import Moments
 

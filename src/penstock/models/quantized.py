@@ -16,8 +16,8 @@ from penstock.models.registry import checkpoint_of, configured, describe, family
 from penstock.models.rules import usual
 from penstock.models.translated import Translated
 from penstock.models.weights import Progress
-from penstock.quant.codes import gptq, serves
 from penstock.quant.dialects import compressed_tensors
+from penstock.quant.integer import gptq, serves
 from penstock.quant.scheme import Scheme
 
 # Scales of a projection's inputs that make its matrix (AWQ) or its activations (SmoothQuant) easier to round. Products stay as

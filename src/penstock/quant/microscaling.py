@@ -1,5 +1,6 @@
-"""Small floating point numbers in short blocks: MXFP4, MXFP8 (OCP Microscaling Formats 1.0), NVIDIA's NVFP4, and bitsandbytes'
-NF4 and FP4. Activations are not quantized: products of FP4 with FP4 need the units of Blackwell."""
+"""Small floating point numbers in short blocks: MXFP4 and MXFP8 (OCP Microscaling Formats 1.0) and NVIDIA's NVFP4.
+
+Activations are not quantized: products of FP4 with FP4 need the units of Blackwell."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +12,6 @@ from penstock.ops.bits import FP4, blocks, nearest, pack, power_of_two, spread, 
 from penstock.quant.scheme import FP8_MAX, Part, Weights
 
 _MX = 32
-TABLES = {
-    "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022833234,
-            -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-            0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    "fp4": (0.0, 0.005208333333333333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25, 0.0, -0.005208333333333333, -2 / 3, -1.0, -1 / 3,
-            -0.5, -1 / 6, -0.25)}
-"""By code: the tables of the QLoRA paper (Dettmers et al. 2023, appendix E) and of bitsandbytes' FP4."""
 
 
 @dataclass(frozen=True)
@@ -87,27 +81,3 @@ class NVFP4(Weights):
         whole = parts["global_scale"][..., None]
         scale = parts["scale"].float() / whole if self.divides else parts["scale"].float() * whole
         return (values * spread(scale, 16, values.shape[-1])).to(dtype)
-
-
-@dataclass(frozen=True)
-class Table4(Weights):
-    """weight = table[code] * absmax of its block; codes low bits first."""
-
-    name: str = "nf4"
-    block: int = 64
-
-    @property
-    def grain(self) -> tuple[int, int]:
-        return 1, self.block
-
-    def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
-        return Part("weight", (n, k // 2), "uint8"), Part("absmax", (n, -(-k // self.block)), "float32")
-
-    def encode(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        absmax = blocks(matrix.float().abs(), self.block).amax(-1).clamp_min(1e-12)
-        x = matrix.float() / spread(absmax, self.block, matrix.shape[-1])
-        return {"weight": pack(nearest(x, TABLES[self.name]), 4), "absmax": absmax}
-
-    def decode(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        values = _looked_up(parts["weight"], TABLES[self.name])
-        return (values * spread(parts["absmax"], self.block, values.shape[-1])).to(dtype)

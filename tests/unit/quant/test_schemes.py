@@ -7,9 +7,11 @@ import torch
 
 from penstock.ops import bits, registry
 from penstock.platform.facts import detect
-from penstock.quant.codes import FP8, Grouped, Int8
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import GGUF
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
+from penstock.quant.integer import Grouped, Int8
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
+from penstock.quant.normal import Table4
 from penstock.quant.scheme import Scheme, pack
 
 SCHEMES: list[tuple[Scheme, float]] = [

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.core.errors import ConfigError
-from penstock.quant.codes import FP8, Grouped, Int8
 from penstock.quant.form import FLOATS, Form, Given, Reader, named, outside_linears
+from penstock.quant.fp8 import FP8
 from penstock.quant.gguf import ENCODERS, GGUF
-from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4, Table4
+from penstock.quant.integer import Grouped, Int8
+from penstock.quant.microscaling import MXFP4, MXFP8, NVFP4
+from penstock.quant.normal import Table4
 from penstock.quant.scheme import Scheme
 
 PLAIN = "plain"

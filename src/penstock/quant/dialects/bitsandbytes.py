@@ -8,9 +8,9 @@ import torch
 
 from penstock.core.errors import ModelError
 from penstock.ops.bits import unpack
-from penstock.quant.codes import Int8
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
-from penstock.quant.microscaling import TABLES, Table4
+from penstock.quant.integer import Int8
+from penstock.quant.normal import TABLES, Table4
 from penstock.quant.scheme import PLAIN
 
 _BLOCK = 64

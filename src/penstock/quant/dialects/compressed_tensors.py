@@ -1,5 +1,4 @@
-"""compressed-tensors, which llm-compressor writes: groups of modules, each with its own format; and NVIDIA's modelopt and AMD's
-Quark, whose tensors are of the same forms: one format for all modules, or exceptions by layer. Schemes' parts are written as
+"""compressed-tensors, which llm-compressor writes: groups of modules, each with its own format. Schemes' parts are written as
 compressed-tensors, too.
 
 `kv_cache_scheme` and its scales concern the cache (`models/caching.py`)."""
@@ -13,12 +12,12 @@ import torch.nn.functional as F
 
 from penstock.core.errors import ConfigError, ModelError
 from penstock.ops.bits import pack, unpack
-from penstock.quant.codes import FP8, Grouped, Int8
 from penstock.quant.dialects.fp8 import by_blocks, by_rows
-from penstock.quant.dialects.words import awq
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
+from penstock.quant.fp8 import FP8
+from penstock.quant.integer import Grouped, Int8
 from penstock.quant.microscaling import MX, MXFP4, MXFP8, NVFP4
-from penstock.quant.scheme import Activation, Factored, Scheme
+from penstock.quant.scheme import Activation, Scheme
 
 _FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
             "mxfp4-pack-quantized", "mxfp8-quantized")
@@ -208,108 +207,6 @@ def _activation(given: Mapping[str, Any] | None, kind: str) -> Activation:
         return "group"
     # Dynamic scales for whole tensors would make a token's answer depend on its batch: each token has its own.
     return "token" if given.get("dynamic", False) or strategy == "token" else "tensor"
-
-
-_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A16_AWQ", "MXFP8",
-               "MIXED_PRECISION")
-_BEHIND_NO_NORM = ("o_proj", "down_proj")
-"""Matrices whose inputs AWQ scales by a factor of their own; others find it in the norm before them."""
-
-
-class _ModelOpt(Reader):
-    methods = ("modelopt", "modelopt_fp4")
-    suffixes = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        config = config.get("quantization", config)
-        only_cache = config.get("quant_algo") is None and (config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"))
-        self._algorithm = None if only_cache else _algorithm(config, _ALGORITHMS)
-        self._plain = [*(config.get("exclude_modules") or []), *(config.get("ignore") or [])]
-        self._group = int(config.get("group_size") or 128)
-        self._layers: Mapping[str, Any] = config.get("quantized_layers") or {}
-
-    def form(self, module: str, n: int, k: int) -> Form | None:
-        algorithm, group = self._algorithm, self._group
-        if algorithm == "MIXED_PRECISION":
-            found = next((layer for name, layer in self._layers.items() if named(module, [name])), None)
-            if found is None:
-                return None
-            algorithm, group = _algorithm(found, _ALGORITHMS[:-1]), int(found.get("group_size") or 128)
-        elif algorithm is None or named(module, self._plain) or (outside_linears(module) and not module.endswith("lm_head")):
-            return None
-        if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-            return by_rows(n, k, "tensor" if algorithm == "FP8" else "token")
-        if algorithm == "FP8_PB_WO":
-            return by_blocks(n, k, (128, 128), "none", "weight_scale")
-        block = {"MXFP8": 32, "W4A16_AWQ": group}.get(algorithm, 16)
-        if k % block:
-            raise ModelError(f"{module} has rows of {k} columns, which blocks of {block} of {algorithm} do not fill")
-        if algorithm == "MXFP8":
-            return mxfp(n, k, 8, "weight")
-        found = _int4(n, k, group) if algorithm == "W4A16_AWQ" else nvfp4(n, k, "weight", "weight_scale_2", "input_scale",
-                                                                          divides=False)
-        return _factored(found, k) if "AWQ" in algorithm and module.endswith(_BEHIND_NO_NORM) else found
-
-
-def _int4(n: int, k: int, group: int) -> Form:
-    """Signed codes of two rows in a byte, the first in the low bits."""
-    return Form(Grouped(4, group, scales="float32"), (
-        Given("weight", ("uint8",), ((n // 2, k),)), Given("weight_scale", FLOATS, ((n, k // group),))),
-        lambda raw: {"weight": pack(torch.stack((raw["weight"] & 15, raw["weight"] >> 4), 1).flatten(0, 1) ^ 8, 4),
-                     "scale": raw["weight_scale"].float()})
-
-
-def _factored(form: Form, k: int) -> Form:
-    def parts(raw: Tensors) -> dict[str, torch.Tensor]:
-        return {**form.parts(raw), "factor": raw.get("pre_quant_scale", torch.ones(k)).float()}
-
-    given = Given("pre_quant_scale", FLOATS, ((k,),), optional=True)
-    return replace(form, scheme=Factored(form.scheme), given=(*form.given, given), parts=parts)
-
-
-def _algorithm(config: Mapping[str, Any], possible: tuple[str, ...]) -> str:
-    return str(setting({"quant_algo": str(config.get("quant_algo")).upper()}, "quant_algo", possible))
-
-
-def _first(given: Any) -> Mapping[str, Any]:
-    return (given[0] if isinstance(given, list) else given) or {}
-
-
-class _Quark(Reader):
-    methods = ("quark",)
-    suffixes = ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point", "output_scale")
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._whole: Mapping[str, Any] = config.get("global_quant_config") or {}
-        self._layers: Mapping[str, Any] = config.get("layer_quant_config") or {}
-        self._plain = ["lm_head"] if config.get("exclude") is None else config["exclude"]
-        self._export: Mapping[str, Any] = config.get("export") or {}
-        given = config.get("algo_config") or []
-        if any(one.get("r4") or one.get("online_r1_rotation") for one in (given if isinstance(given, list) else [given])):
-            raise ModelError("quantization_config: algo_config rotates inputs while the model runs (r4, online_r1_rotation); "
-                             "possible are rotations within the weights")
-        setting(config, "layer_type_quant_config", (None, {}))
-
-    def form(self, module: str, n: int, k: int) -> Form | None:
-        if (outside_linears(module) and not module.endswith("lm_head")) or named(module, self._plain):
-            return None
-        config = next((layer for name, layer in self._layers.items() if named(module, [name])), self._whole)
-        weight, given = _first(config.get("weight")), _first(config.get("input_tensors"))
-        if not weight:
-            return None
-        activation: Activation = "none" if not given else "token" if given.get("is_dynamic") else "tensor"
-        kind = setting(weight, "dtype", ("fp8_e4m3", "int8", "fp4", "uint4", "int4"))
-        setting(weight, "qscheme", ("per_tensor", "per_channel") if kind in ("fp8_e4m3", "int8") else ("per_group",))
-        if kind in ("uint4", "int4"):
-            setting({"input_tensors": activation}, "input_tensors", ("none",))
-            interleaved = setting(self._export, "pack_method", ("reorder", "order"), "reorder") == "reorder"
-            return awq(n, k, int(weight.get("group_size") or 0), not weight.get("symmetric"), (
-                "weight", "weight_scale", "weight_zero_point"), signed=kind == "int4", interleaved=interleaved)
-        if kind == "fp4":
-            setting(weight, "group_size", (32,))
-            setting(weight, "scale_format", ("e8m0",))
-            return mxfp(n, k, 4, "weight")
-        return (by_rows if kind == "fp8_e4m3" else int8_rows)(n, k, activation)
 
 
 def writable(scheme: Scheme, dtype: str) -> Scheme:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from penstock.core.errors import ModelError
-from penstock.quant.codes import FP8
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, single, whole
+from penstock.quant.fp8 import FP8
 from penstock.quant.microscaling import MXFP4
 from penstock.quant.scheme import Activation
 

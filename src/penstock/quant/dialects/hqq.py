@@ -7,8 +7,8 @@ import torch
 
 from penstock.core.errors import ModelError
 from penstock.ops.bits import pack
-from penstock.quant.codes import Grouped
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, outside_linears, setting
+from penstock.quant.integer import Grouped
 from penstock.quant.scheme import PLAIN
 
 _STORED = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1.58: 2, 1: 1}

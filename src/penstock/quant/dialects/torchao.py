@@ -10,9 +10,10 @@ import torch
 
 from penstock.core.errors import ModelError
 from penstock.ops.bits import pack, unpack
-from penstock.quant.codes import FP8, Grouped, Int8
 from penstock.quant.dialects.compressed_tensors import signed
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, by_row, named, outside_linears, setting, whole
+from penstock.quant.fp8 import FP8
+from penstock.quant.integer import Grouped, Int8
 from penstock.quant.scheme import Activation
 
 _NAMES = _CODES, _SCALE, _ZERO = "._weight_qdata", "._weight_scale", "._weight_zero_point"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from penstock.core.errors import ModelError
 from penstock.ops.bits import pack, turned, unpack
-from penstock.quant.codes import Grouped
 from penstock.quant.form import FLOATS, Form, Given, Reader, Tensors, named, outside_linears, setting
+from penstock.quant.integer import Grouped
 
 
 def gptq(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: bool, older: bool) -> Form:
