@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
 import penstock
 from penstock.core.errors import RequestError
-from penstock.core.request import EngineInfo, EngineStats, TierStats
+from penstock.core.request import EngineInfo
 from penstock.core.steptime import TERMS
 from penstock.server.dialect import Route, UnavailableError, json_response
 from penstock.server.metrics import CONTENT_TYPE, metrics_page
@@ -87,7 +88,7 @@ class Admin:
             "kv_events": info.kv_events,
             "cache": {"prefix_caching": info.prefix_caching, "identity": info.cache_identity, "isolated": tenants.isolated,
                       "tenant_share": info.tenant_share,
-                      "tiers": [named(tier) for tier in self.state.llm.stats.tiers]}})
+                      "tiers": [asdict(tier) for tier in self.state.llm.stats.tiers]}})
 
     async def step_time(self, request: Request) -> Response:
         """The engine as `cli/simulation/fleet.py::Cost`. 503 until it has run a step."""
@@ -134,8 +135,3 @@ class Admin:
         info = self.state.llm.info
         assert info is not None
         return info
-
-
-def named(struct: TierStats | EngineStats) -> dict[str, Any]:
-    """A struct's fields by their names, where its encoding has them by their order."""
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}

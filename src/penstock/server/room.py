@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.observe.figures import Histogram
-from penstock.server.admin import named
 from penstock.server.dialect import Route, json_response
 from penstock.server.respond import SSE_HEADERS, event
 from penstock.server.state import State
@@ -64,7 +64,7 @@ class Room:
                 found = await llm.look()
                 stats, figures = llm.stats, llm.figures
                 ended = [one for one in llm.traffic.ended if one["finished"] > time.time() - SHOWN]
-                self._found = {**found, "stats": {**named(stats), "tiers": [named(tier) for tier in stats.tiers]},
+                self._found = {**found, "stats": {**asdict(stats), "tiers": [asdict(tier) for tier in stats.tiers]},
                                "ended": ended, "finished": figures.finished, "refused": figures.refused,
                                "first_token": _counts(figures.first_token), "between_tokens": _counts(figures.between_tokens)}
                 self._at = time.monotonic()
