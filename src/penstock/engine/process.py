@@ -21,6 +21,7 @@ import zmq
 from penstock.config.schema import EngineOptions
 from penstock.core import child
 from penstock.core.child import Failed, Refused
+from penstock.core.control import Loading
 from penstock.core.errors import EngineDeadError, RankLostError, RequestError
 from penstock.core.request import EngineInfo, EngineStats, Request, Update
 from penstock.engine.executor import Pending
@@ -81,13 +82,6 @@ class Call(msgspec.Struct, array_like=True):
 # -- child to parent
 
 
-class LoadProgress(msgspec.Struct, array_like=True, tag="loading"):
-    """Progress of loading: bytes of weights loaded, and in all."""
-
-    done: int
-    total: int
-
-
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     info: EngineInfo
 
@@ -106,8 +100,8 @@ class EngineOutputs(msgspec.Struct, Generic[News], array_like=True, tag="outputs
     """Keys of calls that returned nothing, such as `submit`: these requests were accepted."""
 
 
-ToParent = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs[Update]
-FromChild = LoadProgress | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs[Delta]
+ToParent = Loading | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs[Update]
+FromChild = Loading | ModelFiles | Ready | Failed | Refused | Answered | EngineOutputs[Delta]
 
 
 class Loop:
@@ -263,7 +257,7 @@ def _load(start: Start, send: Callable[[ToParent], None]) -> "Engine":
         now = time.monotonic()
         if now - told[0] >= 0.05 or done >= total:
             told[0] = now
-            send(LoadProgress(done, total))
+            send(Loading(done, total))
 
     send(find(options))
     engine: Engine = getattr(importlib.import_module(module), name)(options, progress=progress)
@@ -399,7 +393,7 @@ class EngineProcess:
                 self.on_outputs(message)
             elif isinstance(message, Refused):
                 self._refuse(message)
-            elif isinstance(message, LoadProgress):
+            elif isinstance(message, Loading):
                 if self.on_loading:
                     self.on_loading(message.done, message.total)
             elif isinstance(message, Answered):
