@@ -149,7 +149,7 @@ def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
     if inputs != target.width or (method == "eagle" and width != inputs):
         raise ModelError(f"{folder} drafts for a model of width {inputs}; this one has {target.width}")
     attention = parts.attention(given, rope=rope(given, parts.head_size(given)), bias=given.flag("attention_bias", False))
-    block = parts.block(attention, parts.gated_mlp(given), norm)
+    block = BlockSpec(((BranchSpec(attention, norm),), (BranchSpec(parts.gated_mlp(given), norm),)))
     own = given.integer("vocab_size", target.vocab_size) if "embed_tokens.weight" in names else 0
     if not own and width != target.width:
         raise ModelError(f"{folder} has no embedding and width {width}, but the model's embedding has {target.width}")

@@ -140,16 +140,6 @@ def draft_layers(config: Config) -> int:
                                 if name in config.values), "num_mtp_layers"), 0, least=0)
 
 
-def block(attention: MixerSpec, mlp: MixerSpec, norm: NormSpec, *, pre: bool = True, post: bool = False, same: bool = False,
-          beside: bool = False, scale: float = 1.0) -> BlockSpec:
-    """`pre`, `post`: branches are normed before, as Llama's, and after. `same`: both read what the norm before attention
-    gives; `beside`: each what its own norm makes of the block's input."""
-    before, after = norm if pre else None, norm if post else None
-    first = BranchSpec(attention, before, after, scale=scale)
-    second = BranchSpec(mlp, same=True) if same else BranchSpec(mlp, before, after, scale=scale)
-    return BlockSpec(((first, second),) if same or beside else ((first,), (second,)))
-
-
 def sliding(attention: AttentionSpec, windows: Iterable[int], full: AttentionSpec | None = None) -> list[AttentionSpec]:
     """Each layer's attention, by its window. `full`: that of layers without a window, if it differs in more."""
     return [replace(attention, window=window) if window else full or attention for window in windows]
@@ -158,10 +148,15 @@ def sliding(attention: AttentionSpec, windows: Iterable[int], full: AttentionSpe
 def layered(config: Config, attention: MixerSpec | Sequence[MixerSpec], mlp: MixerSpec | Sequence[MixerSpec], norm: NormSpec, *,
             pre: bool = True, post: bool = False, same: bool = False, beside: bool = False, scale: float = 1.0,
             **more: Any) -> ModelSpec:
-    """A model of blocks, as `block` makes them of attention and a feed-forward part, which are of all layers or of each."""
+    """A model of blocks of attention and a feed-forward part, which are of all layers or of each. `pre`, `post`: branches are
+    normed before, as Llama's, and after. `same`: both read what the norm before attention gives; `beside`: each what its own
+    norm makes of the block's input."""
     both = (part if isinstance(part, Sequence) else [part] * config.integer("num_hidden_layers") for part in (attention, mlp))
-    blocks = [block(first, second, norm, pre=pre, post=post, same=same, beside=beside, scale=scale)
-              for first, second in zip(*both, strict=True)]
+    before, after, blocks = norm if pre else None, norm if post else None, []
+    for first, second in zip(*both, strict=True):
+        branches = (BranchSpec(first, before, after, scale=scale),
+                    BranchSpec(second, same=True) if same else BranchSpec(second, before, after, scale=scale))
+        blocks.append(BlockSpec((branches,) if same or beside else ((branches[0],), (branches[1],))))
     return decoder(config, blocks, norm, **more)
 
 
