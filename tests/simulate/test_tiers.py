@@ -16,8 +16,7 @@ from penstock.cache.tiers import hierarchy
 from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.core.plan import LoadResult, PageName, StepPlan, WriteResult
 from penstock.core.steptime import StepTime
-from penstock.stores import Entry, fill
-from penstock.stores.listing import Listing
+from penstock.stores import Entry, Listing, fill
 from penstock.stores.opening import Behind
 from penstock.worker import jobs, movers
 from penstock.worker.arena import Arena

@@ -3,7 +3,7 @@
 A store maps names to byte strings. The reader verifies integrity, identity and version (`stores/record.py`), so lost, truncated
 or mixed-up data costs time, never a wrong token. Stores raise only OSError, and serve many threads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.core.plan import PageName
@@ -50,3 +50,17 @@ def fill(parts: Sequence[memoryview], data: bytes | bytearray) -> int:
         part[:len(piece)] = piece
         done += len(piece)
     return done
+
+
+class Listing:
+    """Finds what has changed in a store that can only list everything."""
+
+    def __init__(self) -> None:
+        self._names: set[PageName | str] = set()
+
+    def compare(self, entries: Iterable[Entry]) -> tuple[list[Entry], list[PageName | str]]:
+        """(entries that are new, names that have disappeared) since the previous listing."""
+        there = {entry.name: entry for entry in entries}
+        came, went = [entry for name, entry in there.items() if name not in self._names], list(self._names - there.keys())
+        self._names = set(there)
+        return came, went

@@ -12,9 +12,8 @@ from uuid import uuid4
 
 from penstock.core.errors import ConfigError
 from penstock.core.plan import PageName
-from penstock.stores import Entry, fill
+from penstock.stores import Entry, Listing, fill
 from penstock.stores.folder import parse
-from penstock.stores.listing import Listing
 from penstock.stores.version import Version
 
 _FOLDERS = {"file", "local", "sftp", "ssh", "smb", "hdfs", "nfs"}

@@ -16,8 +16,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from penstock.core.errors import ConfigError
 from penstock.core.plan import PageName
-from penstock.stores import Entry
-from penstock.stores.listing import Listing
+from penstock.stores import Entry, Listing
 from penstock.stores.version import Version
 
 _CONNECT_SECONDS, _ANSWER_SECONDS, _LIST_SECONDS = 2.0, 5.0, 30.0
