@@ -1,4 +1,4 @@
-"""Steps of fitted sizes (worker/sizes.py), which a GPU gets, answer as exact ones do: on a CPU, where both can be had."""
+"""Steps of fitted sizes (worker/step.py), which a GPU gets, answer as exact ones do: on a CPU, where both can be had."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from penstock import LLM, SamplingParams
 from penstock.layers.build import Activated, Linear
 from penstock.layers.step import BASE
-from penstock.worker.sizes import fitted, fitted_sizes
+from penstock.worker.step import fitted, fitted_sizes
 from tests.data import MODELS, need
 
 

@@ -40,7 +40,7 @@ from penstock.worker.drafters.ngram import SCRATCH
 from penstock.worker.drafting import LoadedDrafter
 from penstock.worker.rehearsal import rehearse
 from penstock.worker.rejection import scratch
-from penstock.worker.sizes import fitted
+from penstock.worker.step import fitted
 from penstock.worker.worker import Launched, Worker, compute_stream
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -28,8 +28,7 @@ from penstock.worker.adapters import LowRankDelta
 from penstock.worker.arena import Arena
 from penstock.worker.dummy import dummy_plan, spread
 from penstock.worker.graphs import Buckets
-from penstock.worker.sizes import fitted
-from penstock.worker.step import Bucket
+from penstock.worker.step import Bucket, fitted
 
 _META = torch.device("meta")
 _INTS = torch.int32

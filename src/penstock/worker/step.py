@@ -3,6 +3,7 @@
 The host uploads one int32 array per step in one copy. The offsets of its parts depend on the bucket alone, so that a captured
 CUDA graph finds the next step's values at the same addresses."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -20,9 +21,25 @@ from penstock.ops.step import Moving
 from penstock.parallel.contexts import FEW, divided, long_segments
 from penstock.worker.rows import Rows, Staging, upload
 from penstock.worker.sampler import LogitsRows
-from penstock.worker.sizes import fitted
 
 Places = npt.NDArray[np.int64]
+_MULTIPLES = ((64, 1), (256, 16), (512, 32), (1024, 64), (8192, 128))
+"""Of the tokens of a step: (up to, multiple of). GEMM tiles have such sizes, so that a few rows of padding cost nothing."""
+
+
+def fitted(count: int) -> int:
+    """The smallest bucket that holds `count` rows. cuBLAS picks kernels by it, whose first use synchronises the device."""
+    multiple = next((multiple for most, multiple in _MULTIPLES if count <= most), 512)
+    return -(-count // multiple) * multiple
+
+
+def fitted_sizes(most: int) -> Iterator[int]:
+    """All buckets that `fitted` returns for 1 to `most` rows."""
+    size = fitted(1)
+    while size < fitted(most):
+        yield size
+        size = fitted(size + 1)
+    yield size
 
 
 @dataclass(frozen=True)

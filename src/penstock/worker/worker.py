@@ -30,8 +30,7 @@ from penstock.worker.rejection import Judging, Rejection, settled
 from penstock.worker.returning import Returning
 from penstock.worker.rows import Arriving, Rows, to_host
 from penstock.worker.sampler import MAX_LOGITS_ROWS, LogitsRows, RowMasks, Sampled, Sampler, Scores, prompts
-from penstock.worker.sizes import fitted, fitted_sizes
-from penstock.worker.step import picks_of
+from penstock.worker.step import fitted, fitted_sizes, picks_of
 from penstock.worker.trees import Trees, heads_of
 from penstock.worker.verify import STRICT, Verified, Verifier
 
