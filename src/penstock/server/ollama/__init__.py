@@ -1,1 +1,0 @@
-"""Ollama's API: /api/chat, /api/generate, /api/embed and what its clients ask about models."""

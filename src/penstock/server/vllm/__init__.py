@@ -1,1 +1,0 @@
-"""vLLM's own routes beside OpenAI's API."""
