@@ -132,10 +132,6 @@ class AsyncLLM:
         return len(self.traffic)
 
     @property
-    def figures(self) -> Figures:
-        return self.traffic.figures
-
-    @property
     def silence(self) -> float:
         """Seconds since the last message from the engine."""
         return time.monotonic() - self._process.last_message
@@ -223,7 +219,7 @@ class AsyncLLM:
                 self.traffic.open(request, stream, now)
                 self.outputs.register(request)
                 self._process.tell("submit", request, request.id)
-                self.figures.started(request)
+                self.traffic.figures.started(request)
         except BaseException:
             # Undo the bookkeeping of all these requests, whichever failed.
             stream.close()
@@ -319,7 +315,7 @@ class AsyncLLM:
         stream.open.clear()
         for name in ids:
             self.outputs.forget(name)
-            self.figures.finished["abort"] += self.traffic.forget(name).open
+            self.traffic.figures.finished["abort"] += self.traffic.forget(name).open
         if ids:
             self._process.abort(ids)
 
@@ -378,7 +374,7 @@ class AsyncLLM:
         track = self.traffic.get(refused.key)
         if track is None:
             return
-        self.figures.refused += 1
+        self.traffic.figures.refused += 1
         track.open = 0
         track.stream.close(refused.error())
 

@@ -82,7 +82,7 @@ class Admin:
         info = self._info()
         tenants = self.state.tenants
         return json_response({
-            "version": penstock.__version__, "model_path": info.model, "served_model_name": self.state.names,
+            "version": penstock.__version__, "model_path": info.model, "served_model_name": self.state.fleet.names,
             "architecture": info.architecture, "dtype": info.dtype, "device": info.device,
             "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs, "page_size": info.page_size,
             "kv_events": info.kv_events,
@@ -125,10 +125,10 @@ class Admin:
     def _traces(self) -> str:
         """The folder for traces. RequestError if there is none."""
         self._info()
-        if self.state.traces is None:
+        if (folder := self.state.options.torch_profiler_dir) is None:
             raise RequestError("there is no folder for traces; start the server with --torch-profiler-dir FOLDER",
                                code="profiling_is_off")
-        return self.state.traces
+        return folder
 
     def _info(self) -> EngineInfo:
         self.state.admit(None)

@@ -103,7 +103,7 @@ class EngineCollector(Collector):
                            "adapter", ((name, both[i]) for name, both in counts.items()))
 
     def _counters(self) -> Iterator[Metric]:
-        stats, figures = self.llm.stats, self.llm.figures
+        stats, figures = self.llm.stats, self.llm.traffic.figures
         for name, doc, value in (
             ("vllm:prompt_tokens", "Prompt tokens of the requests taken in.", figures.prompt_tokens),
             ("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.", stats.cached_tokens),
@@ -161,7 +161,7 @@ class EngineCollector(Collector):
                        ((tier.name, tier.hit_tokens) for tier in stats.tiers))
 
     def _histograms(self) -> Iterator[Metric]:
-        figures = self.llm.figures
+        figures = self.llm.traffic.figures
         named: tuple[tuple[str, str, Histogram], ...] = (
             ("vllm:time_to_first_token_seconds", "From submission to the first token.", figures.first_token),
             ("vllm:inter_token_latency_seconds", "Between one token and the next.", figures.between_tokens),

@@ -204,7 +204,7 @@ class AdapterRoutes(StateRoutes):
     async def load(self, http: Request, body: LoadAdapter) -> Response:
         """200 once requests may name the adapter."""
         self.state.admit(None)
-        if body.lora_name in self.state.names and body.lora_name not in self.state.llm.adapters:
+        if body.lora_name in self.state.fleet.names and body.lora_name not in self.state.llm.adapters:
             raise RequestError(f"{body.lora_name!r} is the model's own name", param="lora_name", code="adapter_exists")
         # The engine counts it even if the client goes away.
         await asyncio.shield(self.state.llm.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace))

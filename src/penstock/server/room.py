@@ -54,7 +54,7 @@ class Room:
 
     def _facts(self) -> dict[str, Any]:
         self.state.admit(None)
-        return {"info": msgspec.to_builtins(self.state.llm.info), "names": self.state.names}
+        return {"info": msgspec.to_builtins(self.state.llm.info), "names": self.state.fleet.names}
 
     async def _look(self) -> dict[str, Any]:
         """One look serves all who watch at the same time."""
@@ -62,7 +62,7 @@ class Room:
             if time.monotonic() - self._at > INTERVAL / 2:
                 llm = self.state.llm
                 found = await llm.look()
-                stats, figures = llm.stats, llm.figures
+                stats, figures = llm.stats, llm.traffic.figures
                 ended = [one for one in llm.traffic.ended if one["finished"] > time.time() - SHOWN]
                 self._found = {**found, "stats": {**asdict(stats), "tiers": [asdict(tier) for tier in stats.tiers]},
                                "ended": ended, "finished": figures.finished, "refused": figures.refused,

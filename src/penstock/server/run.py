@@ -170,7 +170,7 @@ class ServerRun:
             for slot in self.fleet.slots:
                 slot.llm.fail_open(UnavailableError("the server is shutting down", "shutting_down"))
             await asyncio.sleep(0.1)
-        figures = [slot.llm.figures for slot in self.fleet.slots]
+        figures = [slot.llm.traffic.figures for slot in self.fleet.slots]
         LOG.info("stopped after %.0f s: %d answers, %d tokens in, %d out", time.monotonic() - self._began,
                  sum(sum(one.finished.values()) for one in figures), sum(one.prompt_tokens for one in figures),
                  sum(one.generation_tokens for one in figures))

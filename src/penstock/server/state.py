@@ -23,8 +23,6 @@ class State:
         self.fleet = models if isinstance(models, Fleet) else Fleet(
             [Slot(options.served_model_name or [models.model], models, state="loading")])
         self.options = options
-        self.traces = options.torch_profiler_dir
-        """The folder for profiles of the ranks."""
         llm = self.llm
         self.created = int(time.time())
         self.tenants = Tenants(options, llm.options.cache_disk, llm.options.cache_disk_adopt)
@@ -43,11 +41,6 @@ class State:
     def name(self) -> str:
         """The model's first name, which answers carry."""
         return self.fleet.current.names[0]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all models, then those of the adapters."""
-        return self.fleet.names
 
     def adapter(self, model: str | None) -> str:
         """The digest of the adapter that a request's model names; "" for the model itself."""

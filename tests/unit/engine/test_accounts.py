@@ -64,7 +64,7 @@ def test_any_failure_is_undone(place: str, monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> None:
         raise BrokenError
 
-    owner: Any = {"register": llm.outputs, "send": llm._process, "count": llm.figures}[place]
+    owner: Any = {"register": llm.outputs, "send": llm._process, "count": llm.traffic.figures}[place]
     monkeypatch.setattr(owner, {"register": "register", "send": "tell", "count": "started"}[place], fail)
     with pytest.raises(BrokenError):
         llm.open([request("a")])

@@ -13,7 +13,7 @@ from penstock.server.metrics import EngineCollector
 
 def samples(stats: EngineStats) -> dict[tuple[str, str], float]:
     """Values by name and by the value of the last label."""
-    llm: Any = SimpleNamespace(stats=stats, adapters={}, info=None, figures=Figures(512))
+    llm: Any = SimpleNamespace(stats=stats, adapters={}, info=None, traffic=SimpleNamespace(figures=Figures(512)))
     collector = EngineCollector(llm, "m", Counts)
     metrics = [*collector._states(), *collector._counters()]
     return {(sample.name, list(sample.labels.values())[-1]): sample.value for metric in metrics for sample in metric.samples}

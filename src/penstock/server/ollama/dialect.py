@@ -230,10 +230,11 @@ class Ollama:
 
     def _name(self, model: str) -> str:
         bare = model.removesuffix(":latest")
-        return bare if bare in self.state.names and model not in self.state.names else model
+        return bare if bare in self.state.fleet.names and model not in self.state.fleet.names else model
 
     async def tags(self, http: Request) -> Response:
-        return json_response({"models": [self._described(name, self.state.fleet.named(name)) for name in self.state.names]})
+        fleet = self.state.fleet
+        return json_response({"models": [self._described(name, fleet.named(name)) for name in fleet.names]})
 
     async def ps(self, http: Request) -> Response:
         found = []

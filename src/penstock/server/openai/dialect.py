@@ -136,7 +136,7 @@ class Models(StateRoutes):
     """The two endpoints. They answer while the model still loads."""
 
     async def list(self, http: Request) -> Response:
-        names = self.state.names
+        names = self.state.fleet.names
         return json_response({"object": "list", "data": [self._describe(name) for name in names], "first_id": names[0],
                               "last_id": names[-1], "has_more": False})
 
