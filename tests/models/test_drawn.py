@@ -61,7 +61,9 @@ def drawn(seed: int) -> tuple[Case, str]:
             new |= {"n_group": 1, "topk_group": 1}
             if new[name] == 12 and case.kind != "Afmoe":
                 new |= {"n_group": 3, "topk_group": 2, picks: draw.randint(1, 8)}
-    own = [key for key in OPTIONS if full.get(key) is not None and not (delta and key == "hidden_act")]
+    # A model without experts must not get some by its class's numbers.
+    left = {"hidden_act"} if delta else {"first_k_dense_replace"} if name is None else set()
+    own = [key for key in OPTIONS if full.get(key) is not None and key not in left]
     new |= {key: draw.choice(OPTIONS[key]) for key in draw.sample(own, min(len(own), 5))}
     if set(full.get("rope_parameters") or ()) == {"rope_theta", "rope_type"} and draw.random() < 0.5:
         new |= draw.choice(ROTATIONS)
