@@ -24,6 +24,10 @@ EXECUTION, PARALLEL, SERVER = "Execution", "Several devices", "Server"
 LIMITS, OBSERVABILITY = "Limits", "Observability"
 """Headings of `--help`."""
 
+METHODS = ("auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp",
+           "dflash", "dspark")
+"""Of speculative decoding."""
+
 
 def option(default: Any, doc: str, choices: tuple[str, ...] = (), *, group: str = "", least: float | None = None,
            fraction: bool = False, commas: bool = True, short: str = "") -> Any:
@@ -129,9 +133,7 @@ class EngineOptions:
         "answers too, lookahead in the model's own guesses, layer_skip asks the model's first layers, draft_model a small "
         "model, eagle, eagle3, medusa, dflash and dspark heads, mtp the checkpoint's own layer; auto takes "
         "speculative_model, else the own layer, else suffix",
-        ("off", "auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp",
-         "dflash", "dspark"),
-        group=SPECULATION)
+        ("off", *METHODS), group=SPECULATION)
     speculative_model: str | None = option(None, "folder or hub id of a draft model or draft head")
     num_speculative_tokens: int | None = option(None, "maximum tokens drafted at once (default: 5)", least=1)
     draft_policy: str = option("adaptive", "adaptive: fewer drafts, or none, where they would cost more time than they save; "
@@ -293,7 +295,8 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 """Keywords and flags of vLLM's that are no options here, with the values that ask for what is done anyway."""
 
 
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+GENERATION_DEFAULTS = {**{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+                       "max_new_tokens": "max_tokens"}
 """Sampling parameters that generation_config.json and override_generation_config may set, by their names there."""
 
 

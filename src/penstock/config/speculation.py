@@ -9,13 +9,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.schema import EngineOptions
+from penstock.config.schema import METHODS, EngineOptions
 from penstock.core.errors import ConfigError
 
 _TOKENS = 5
 """Default of the most tokens drafted at once."""
-METHODS = ("auto", "ngram", "suffix", "lookahead", "layer_skip", "draft_model", "eagle", "eagle3", "medusa", "mtp",
-           "dflash", "dspark")
 _NAMES = {**{name: name for name in METHODS}, "[ngram]": "ngram", "ngram_gpu": "ngram",
           **{f"{family}_mtp": "mtp" for family in ("deepseek", "ernie", "glm4_moe", "mimo", "qwen3_5", "qwen3_next")}}
 """Methods, by their names in vLLM's configuration and in ours."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.checkpoint import Pooler
+from penstock.config.schema import GENERATION_DEFAULTS
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.request import EngineInfo, Pool, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
@@ -26,10 +27,6 @@ from penstock.text.template import check_variables
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Marked
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; these may have a cache_salt; a text with cache marks."""
-
-DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-            "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-"""Parameters whose default generation_config.json may set, by their name there."""
 
 CHARACTERS_A_TOKEN = 8
 """Upper bound of a token's mean length in most texts. Texts longer than this times the context are tokenized in steps."""
@@ -65,7 +62,7 @@ class Inputs:
         self.template = template
         self.info = info
         config = generation_config or {}
-        self.defaults = {name: config[key] for key, name in DEFAULTS.items() if config.get(key) is not None}
+        self.defaults = {name: config[key] for key, name in GENERATION_DEFAULTS.items() if config.get(key) is not None}
         self.eos_ids = list(dict.fromkeys(eos_ids)) or _eos_ids(config, tokenizer)
         self.max_logprobs = max_logprobs
         self._random = random.Random(seed)

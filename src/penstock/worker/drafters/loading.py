@@ -11,7 +11,8 @@ import torch
 from penstock import models
 from penstock.checkpoint import read_config, resolve_folder
 from penstock.checkpoint.tensors import read_headers
-from penstock.config.speculation import METHODS, TREES, Speculation, own_drafters
+from penstock.config.schema import METHODS
+from penstock.config.speculation import TREES, Speculation, own_drafters
 from penstock.core.errors import ConfigError, ModelError
 from penstock.layers.attention import AttentionSpec
 from penstock.layers.decoder import Decoder, computation
