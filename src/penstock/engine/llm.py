@@ -187,40 +187,35 @@ class LLM:
     def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, *, dimensions: int | None = None,
               normalize: bool | None = None, truncate_prompt_tokens: int | None = None) -> list[PoolingRequestOutput]:
         """The embedding of each text (or list of token ids) as the model's folder pools, `outputs.embedding`."""
-        found = self._pool([Text(prompt) for prompt in _batch(prompts)], pooled.embedding_pool(self.inputs), use_tqdm,
-                           truncate_prompt_tokens)
         scaled = self.inputs.pooler.normalize if normalize is None else normalize
-        for one in found:
-            one.outputs = pooled.EmbeddingOutput(pooled.embedding(one.vector, scaled, dimensions).tolist())
-        return found
+        return self._pool([Text(prompt) for prompt in _batch(prompts)], pooled.embedding_pool(self.inputs), use_tqdm,
+                          lambda vector: pooled.EmbeddingOutput(pooled.embedding(vector, scaled, dimensions).tolist()),
+                          truncate_prompt_tokens)
 
     def encode(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, *, pooling: str = "all",
                truncate_prompt_tokens: int | None = None) -> list[PoolingRequestOutput]:
         """Hidden states after the last norm as they are, `outputs.data`: of all tokens, or pooled (last, mean, cls)."""
         if pooling not in ("all", "last", "mean", "cls"):
             raise RequestError(f"pooling is {pooling!r}; possible are all, last, mean and cls", param="pooling")
-        found = self._pool([Text(prompt) for prompt in _batch(prompts)], Pool(pooling), use_tqdm, truncate_prompt_tokens)
-        for one in found:
-            one.outputs = pooled.PoolingOutput(one.vector)
-        return found
+        return self._pool([Text(prompt) for prompt in _batch(prompts)], Pool(pooling), use_tqdm, pooled.PoolingOutput,
+                          truncate_prompt_tokens)
 
     def classify(self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True) -> list[PoolingRequestOutput]:
         """The probabilities of a classifier's labels, `outputs.probs`."""
-        found = self._pool([Text(prompt) for prompt in _batch(prompts)], pooled.class_pool(self.inputs), use_tqdm, None)
-        for one in found:
-            one.outputs = pooled.ClassificationOutput(pooled.probabilities(one.vector).tolist())
-        return found
+        return self._pool([Text(prompt) for prompt in _batch(prompts)], pooled.class_pool(self.inputs), use_tqdm,
+                          lambda logits: pooled.ClassificationOutput(pooled.probabilities(logits).tolist()))
 
     def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: Bar = True, *,
               instruction: str | None = None) -> list[PoolingRequestOutput]:
         """Each second text's similarity to the first or its counterpart, by a reranker or embeddings: `outputs.score`."""
         pairs, scorer = pooled.paired(text_1, text_2, ("text_1", "text_2")), Scorer(self.inputs)
-        found = self._pool(scorer.texts(pairs, instruction), scorer.pool, use_tqdm, None)
+        found = self._pool(scorer.texts(pairs, instruction), scorer.pool, use_tqdm, pooled.PoolingOutput)
         scores = scorer.scores(pairs, [one.vector for one in found])
         return [PoolingRequestOutput(str(place), [], pooled.ScoringOutput(score), True) for place, score in enumerate(scores)]
 
-    def _pool(self, texts: Sequence[Text], pool: Pool, use_tqdm: Bar, keep: int | None) -> list[PoolingRequestOutput]:
-        """Runs pooling requests to completion. RequestError if one fails."""
+    def _pool(self, texts: Sequence[Text], pool: Pool, use_tqdm: Bar, made: Callable[[pooled.Floats], Any],
+              keep: int | None = None) -> list[PoolingRequestOutput]:
+        """Runs pooling requests to completion; `made` makes a vector what the call gives. RequestError if one fails."""
         requests = []
         for place, text in enumerate(texts):
             with _naming(place, len(texts), "prompt"):
@@ -232,6 +227,8 @@ class LLM:
         failed = next((one.error for one in results.values() if one.error), None)
         if failed:
             raise RequestError(f"a prompt could not be pooled: {failed}", code="generation_failed", status=500)
+        for one in results.values():
+            one.outputs = made(one.vector)
         return list(results.values())
 
     def close(self) -> None:
