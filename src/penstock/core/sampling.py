@@ -161,7 +161,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
         def need(good: bool, param: str, possible: str, value: object) -> None:
             if not good:
-                raise RequestError(f"{param} must be {possible}, got {value!r}", param=param, code="invalid_value")
+                raise RequestError(f"{param} must be {possible}, got {value!r}", param=param)
 
         def finite(x: float) -> bool:
             return not isinstance(x, bool) and math.isfinite(x)
@@ -197,7 +197,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def _check_beams(self) -> None:
         if self.n > self.beam_width:
             raise RequestError(f"n is {self.n}, but beam search finds beam_width ({self.beam_width}) answers; lower n or raise "
-                               "beam_width", param="n", code="invalid_value")
+                               "beam_width", param="n")
         for name, neutral in NOT_FOR_BEAMS.items():
             if (getattr(self, name) or neutral) != neutral:
                 hint = "; use stop_token_ids" if name == "stop" else ""
@@ -222,8 +222,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             names = [name for name in ("bad_words", "logit_bias", "allowed_token_ids")
                      if getattr(self, "bad_words_token_ids" if name == "bad_words" else name)]
             raise RequestError(f"{' and '.join(names)} take {4 * words:,} bytes of device memory for each sequence; at most "
-                               f"{4 * MAX_LIST_WORDS:,} are possible; send fewer or shorter entries", param=names[0],
-                               code="invalid_value")
+                               f"{4 * MAX_LIST_WORDS:,} are possible; send fewer or shorter entries", param=names[0])
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestError for a token id outside the vocabulary."""
@@ -235,7 +234,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(f"{param} names token {token}; the vocabulary has {vocab_size} ids, from 0 on",
-                                       param=param, code="invalid_value")
+                                       param=param)
         self.check_lists()
 
     def replace(self, **changes: Any) -> "SamplingParams":

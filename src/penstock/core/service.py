@@ -65,7 +65,7 @@ def named(tier: str | None, classes: Collection[str], default: str = DEFAULT) ->
     name = default if name == "auto" else name
     if name not in classes:
         possible = ", ".join(["auto", *OPENAI, *filter(None, classes)])
-        raise RequestError(f"there is no class {tier!r}; possible: {possible}", param="service_tier", code="invalid_value")
+        raise RequestError(f"there is no class {tier!r}; possible: {possible}", param="service_tier")
     return name
 
 

@@ -50,7 +50,7 @@ def _defined(encoded: bytes) -> str:
     asked = [kind for kind in _KINDS if getattr(params, kind) is not None and (kind != "json_object" or params.json_object)]
     if len(asked) != 1:
         raise RequestError(f"structured_outputs must have exactly one of {', '.join(_KINDS)}; it has "
-                           f"{' and '.join(asked) or 'none'}", param="structured_outputs", code="invalid_value")
+                           f"{' and '.join(asked) or 'none'}", param="structured_outputs")
     kind = asked[0]
     try:
         if kind in ("json", "json_object"):

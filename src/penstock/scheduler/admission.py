@@ -65,10 +65,10 @@ class Admission:
         A request counts once, however many choices and prompts it has: a few with 128 choices must not keep all others out."""
         prompt = len(request.prompt_ids)
         if prompt == 0:
-            raise RequestError("the prompt has no tokens", param="prompt", code="invalid_value")
+            raise RequestError("the prompt has no tokens", param="prompt")
         if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.limits.vocab_size:
             raise RequestError(f"the prompt names a token outside the vocabulary (0 to {self.limits.vocab_size - 1})",
-                               param="prompt", code="invalid_value")
+                               param="prompt")
         if prompt >= self.longest:
             raise RequestError(f"the prompt has {prompt} tokens; with one token of output the most is {self.longest - 1}",
                                param="prompt", code="context_length_exceeded")

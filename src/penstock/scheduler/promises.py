@@ -76,7 +76,7 @@ class Promises(Policy):
         request, service = sequence.request, self.classes.get(sequence.request.tier)
         if service is None:
             raise RequestError(f"there is no class {request.tier!r}; possible: {', '.join(filter(None, self.classes))}",
-                               param="service_tier", code="invalid_value")
+                               param="service_tier")
         alone = self._times.prompt(sequence.prompt_len)
         promised = _PATIENCE  # of a class that promises nothing: the order of arrival
         if math.isfinite(service.ttft):

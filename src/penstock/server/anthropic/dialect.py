@@ -227,8 +227,7 @@ class MessageBatches:
                                                   "body": one.params}) for one in body.requests)
         _, errors = await asyncio.to_thread(parse, content, ENDPOINT)
         if errors:
-            raise RequestError(f"requests[{errors[0]['line'] - 1}]: {errors[0]['message']}", param="requests",
-                               code="invalid_value")
+            raise RequestError(f"requests[{errors[0]['line'] - 1}]: {errors[0]['message']}", param="requests")
 
         def work(database: Database) -> Batch:
             file = write_file(database, made.owner, f"{made.name}.jsonl", "batch", content)
@@ -290,7 +289,7 @@ class MessageBatches:
 
 def _ended(batch: Batch) -> Batch:
     if batch["status"] not in ENDED:
-        raise RequestError("the batch has not ended", param="id", code="invalid_value")
+        raise RequestError("the batch has not ended", param="id")
     return batch
 
 
