@@ -114,6 +114,7 @@ def test_every_third_party_import_is_a_dependency() -> None:
              for requirement in PROJECT["project"]["dependencies"]}
     known |= {"zmq", "penstock"}  # pyzmq's module
     known.add("yaml")  # PyYAML, which huggingface_hub needs (decision 0095)
+    known.add("anyio")  # which starlette needs (decision 0313)
     known.add("triton")  # comes with torch's builds for GPUs; only modules of kernels import it, and those only where it is
     known.add("transformers")  # the extra `fallback` (decision 0141), imported late by models/fallback.py and layers/foreign.py
     known.add("ray")  # the extra `ray` (decision 0240), imported late by engine/raycluster.py

@@ -4,17 +4,14 @@ server's own application. Both are the OpenAI API, so commands and server cannot
 Of every command, also the arguments that name its model: MODEL, or --model as in vLLM's start scripts."""
 
 import argparse
-import asyncio
 import json
 import os
 import sys
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -118,8 +115,6 @@ def laid_out(args: argparse.Namespace, options: EngineOptions) -> tuple[EngineOp
     return replace(options, **found), why
 
 
-T = TypeVar("T")
-
 BAR_DELAY = 1.0
 """Seconds before a progress bar that will be taken away again is shown: what is quicker would only flash."""
 
@@ -211,59 +206,3 @@ def complaint(status: int, body: bytes) -> str:
             return f"{message} (HTTP status {status})"
     text = body.decode("utf-8", "replace").strip()
     return f"HTTP status {status}" + (f": {text[:300]}" if text else "")
-
-
-class LoopThread:
-    """An event loop in a thread of its own, for a program whose main thread waits for a person."""
-
-    def __enter__(self) -> "LoopThread":
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-loop", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the loop; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def settle(self) -> None:
-        """Waits until what was just cancelled has run its cleanup."""
-        with suppress(CancelledError):
-            self.submit(asyncio.sleep(0.01)).result()
-
-    @contextmanager
-    def entered(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """`async with` from the main thread. Both ends run in one task, as managers with task-bound scopes need."""
-        ready: Future[T] = Future()
-        leave = asyncio.Event()
-        ended = threading.Event()
-
-        async def hold() -> None:
-            try:
-                async with manager as value:
-                    ready.set_result(value)
-                    await leave.wait()
-            except BaseException as error:
-                if ready.done():
-                    raise
-                ready.set_exception(error if isinstance(error, Exception) else PenstockError("starting was interrupted"))
-            finally:
-                ended.set()
-
-        held = self.submit(hold())
-        try:
-            yield ready.result()
-        except BaseException:
-            if not ready.done():
-                held.cancel()  # Ctrl-C while the model was loading
-            raise
-        finally:
-            self._loop.call_soon_threadsafe(leave.set)
-            ended.wait()  # a cancelled future is done at once, the task behind it only after its cleanup
-            with suppress(CancelledError):
-                held.result()

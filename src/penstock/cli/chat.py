@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from penstock.cli.api import Api, LoopThread, add_target, complaint, model_or_canary, open_api
+from penstock.cli.api import Api, add_target, complaint, model_or_canary, open_api
 from penstock.config.flags import add_flags, nearest
 from penstock.config.schema import option
 from penstock.core.errors import ConfigError, PenstockError
@@ -110,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
     args.tools = read_tools(args.tools) if args.tools else []
     if not args.url:
         args.model = model_or_canary(args)
-    with LoopThread() as loop, loop.entered(open_api(args)) as api:
-        return Conversation(api, loop, args).converse()
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(open_api(args)) as api:
+        return Conversation(api, portal, args).converse()
 
 
 class NoTemplateError(PenstockError):
@@ -150,10 +152,10 @@ class Answer:
 
 class Conversation:
     """The messages so far, and the loop that reads, asks and prints. The terminal belongs to the main thread, the network
-    or the engine to `loop`'s, so that waiting for the user never stops the engine's heartbeat."""
+    or the engine to `portal`'s, so that waiting for the user never stops the engine's heartbeat."""
 
-    def __init__(self, api: Api, loop: LoopThread, args: argparse.Namespace) -> None:
-        self.api, self.loop = api, loop
+    def __init__(self, api: Api, portal: BlockingPortal, args: argparse.Namespace) -> None:
+        self.api, self.portal = api, portal
         self.system: str = args.system
         self.show_stats: bool = args.stats
         self.plain: bool = args.plain
@@ -276,12 +278,12 @@ class Conversation:
             body["tools"] = self.tools
         answer = Answer(Figures(time.perf_counter()))
         calls: list[dict[str, Any]] = []
-        coming = self.loop.submit(self._stream(body, answer))
+        coming = self.portal.start_task_soon(self._stream, body, answer)
         try:
             coming.result()
         except KeyboardInterrupt:
             coming.cancel()
-            self.loop.settle()
+            self.portal.call(anyio.sleep, 0.01)  # until the stream is closed
             print(" (stopped)", flush=True)
         except PenstockError:
             if answer.parts:
