@@ -32,6 +32,13 @@ class RequestError(PenstockError):
         self.retry = retry
 
 
+class UnsupportedError(RequestError):
+    """The request asks for what this model or this server cannot do."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="unsupported_parameter")
+
+
 class EngineDeadError(PenstockError):
     """The engine has stopped and cannot take or finish requests; the message holds the reason."""
 

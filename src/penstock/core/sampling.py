@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 
 MAX_LOGPROBS = 20
 """Default maximum of `logprobs` and `top_logprobs`, as in OpenAI's API; the option max_logprobs changes it."""
@@ -201,12 +201,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         for name, neutral in NOT_FOR_BEAMS.items():
             if (getattr(self, name) or neutral) != neutral:
                 hint = "; use stop_token_ids" if name == "stop" else ""
-                raise RequestError(f"{name} cannot be honoured together with beam search{hint}", param=name,
-                                   code="unsupported_parameter")
+                raise UnsupportedError(f"{name} cannot be honoured together with beam search{hint}", name)
         if self.temperature not in (0.0, 1.0) or self.top_k not in (0, -1):
             name = "top_k" if self.temperature in (0.0, 1.0) else "temperature"
-            raise RequestError(f"{name} cannot be honoured: beam search draws nothing; leave it out", param=name,
-                               code="unsupported_parameter")
+            raise UnsupportedError(f"{name} cannot be honoured: beam search draws nothing; leave it out", name)
 
     def list_words(self, ends: int = 0) -> int:
         """The 32-bit words that the lists take on the device (`worker/rows.py`); `ends` are banned below `min_tokens`."""

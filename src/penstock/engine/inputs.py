@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.checkpoint import Pooler
 from penstock.config.schema import GENERATION_DEFAULTS
-from penstock.core.errors import ConfigError, RequestError
+from penstock.core.errors import ConfigError, RequestError, UnsupportedError
 from penstock.core.request import EngineInfo, Pool, Request, Span
 from penstock.core.sampling import MAX_LOGPROBS, SamplingParams
 from penstock.dialects.choice import Choice, choose
@@ -111,8 +111,8 @@ class Inputs:
         if node is None or self.tokenizer is None:
             what, hint = ("a tool call cannot be forced", "") if must else (
                 "strict tools cannot be enforced", ", or leave strict and format out")
-            raise RequestError(f"{what}: {self.choice.why}. Name the model's dialect with --tool-call-parser{hint}",
-                               param="tool_choice" if must else "tools", code="unsupported_parameter")
+            raise UnsupportedError(f"{what}: {self.choice.why}. Name the model's dialect with --tool-call-parser{hint}",
+                                   "tool_choice" if must else "tools")
         special = {name: token for token in self.tokenizer.special_ids if (name := self.tokenizer.token_name(token))}
         return node_grammar(node, special)
 
@@ -121,9 +121,8 @@ class Inputs:
         `off`: was switched off. RequestError for a `budget` of thinking tokens (None: no limit) that cannot be enforced."""
         reasoning = self.choice.dialect.reasoning
         if budget is not None and (reasoning is None or self.tokenizer is None):
-            raise RequestError("max_thinking_tokens cannot be honoured: this model's way to begin and end its thinking is not "
-                               "known; leave it out, or name it with --reasoning-parser", param="max_thinking_tokens",
-                               code="unsupported_parameter")
+            raise UnsupportedError("max_thinking_tokens cannot be honoured: this model's way to begin and end its thinking is "
+                                   "not known; leave it out, or name it with --reasoning-parser", "max_thinking_tokens")
         # Where the end of the prompt has closed the thinking section, the answer has none.
         if reasoning is None or self.tokenizer is None or prompt.rstrip().endswith(reasoning.end):
             return {}
@@ -146,8 +145,8 @@ class Inputs:
         of the prompt's tokens (vLLM's truncate_prompt_tokens), -1 as many as fit, the rest is cut off at `side`; marks are the
         whole prompt's. `parsed`: the answer shows the dialect's markers. `predicted`: a text to try as drafts."""
         if self.info.task != "generate":
-            raise RequestError(f"this model cannot generate: its checkpoint has no language model's head, only what is needed "
-                               f"to {self.info.task}", param="model", code="unsupported_parameter")
+            raise UnsupportedError("this model cannot generate: its checkpoint has no language model's head, only what is "
+                                   f"needed to {self.info.task}", "model")
         params = _checked(params if params is not None else self.default_params())
         if isinstance(prompt, Mapping):
             prompt, salt = _from_mapping(prompt, salt)
@@ -167,8 +166,8 @@ class Inputs:
         if not text or self.tokenizer is None:
             return b""
         if params.n > 1 or params.beam_width:
-            raise RequestError("a prediction is only possible for one answer; leave out n and use_beam_search",
-                               param="prediction", code="unsupported_parameter")
+            raise UnsupportedError("a prediction is only possible for one answer; leave out n and use_beam_search",
+                                   "prediction")
         return array("I", self.tokenizer.encode(text, False)).tobytes()
 
     def pooling(self, name: str, prompt: str | Sequence[int], pool: Pool, *, add_special_tokens: bool = True, priority: int = 0,
@@ -343,8 +342,8 @@ def _from_mapping(prompt: Mapping[str, Any], salt: str) -> tuple[str | Sequence[
     """(text or ids, cache salt) of a prompt in vLLM's object form."""
     extra = sorted(prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"})
     if extra:
-        raise RequestError(f"a prompt object may not have {', '.join(extra)}; possible are prompt or prompt_token_ids, and "
-                           "cache_salt", param=extra[0], code="unsupported_parameter")
+        raise UnsupportedError(f"a prompt object may not have {', '.join(extra)}; possible are prompt or prompt_token_ids, and "
+                               "cache_salt", extra[0])
     # vLLM's objects may carry the text along with the ids that stand for it.
     found = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if found is None:

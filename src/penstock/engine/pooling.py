@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.core.request import Pool, Request
 from penstock.engine.inputs import Inputs
 from penstock.engine.outputs import Delta
@@ -32,15 +32,15 @@ class Text(NamedTuple):
 def embedding_pool(inputs: Inputs) -> Pool:
     """The pooling of an embedding, as the model has it. RequestError where there is none."""
     if inputs.pooler.refused:
-        raise RequestError(f"this model cannot embed: {inputs.pooler.refused}", code="unsupported_parameter")
+        raise UnsupportedError(f"this model cannot embed: {inputs.pooler.refused}")
     return Pool(inputs.pooler.kind)
 
 
 def class_pool(inputs: Inputs, each: bool = False) -> Pool:
     """The pooling of a classification, or of `each` token's. RequestError if the model is no classifier."""
     if inputs.info.task != "classify":
-        raise RequestError("this model does not classify: its checkpoint has no head of labels (an architecture that ends in "
-                           "ForSequenceClassification)", code="unsupported_parameter")
+        raise UnsupportedError("this model does not classify: its checkpoint has no head of labels (an architecture that ends "
+                               "in ForSequenceClassification)")
     return Pool("tokens" if each else "labels")
 
 
@@ -70,8 +70,7 @@ class Scorer:
         self._inputs = inputs
         info = inputs.info
         if info.task == "classify" and len(info.labels) != 1:
-            raise RequestError(f"this model cannot score pairs: it has {len(info.labels)} labels, and scores need one",
-                               code="unsupported_parameter")
+            raise UnsupportedError(f"this model cannot score pairs: it has {len(info.labels)} labels, and scores need one")
         self.reranks = info.task == "classify" or inputs.reranker == "qwen3"
         """One prompt for each pair; else one for each text."""
         self.pool = embedding_pool(inputs) if not self.reranks else Pool("labels")
@@ -79,16 +78,14 @@ class Scorer:
             tokenizer = inputs.tokenizer
             ids = [tokenizer.token_id(word) if tokenizer is not None else None for word in ("no", "yes")]
             if None in ids:
-                raise RequestError("this model cannot rerank: its vocabulary has no tokens yes and no",
-                                   code="unsupported_parameter")
+                raise UnsupportedError("this model cannot rerank: its vocabulary has no tokens yes and no")
             self.pool = Pool("labels", [token for token in ids if token is not None])
 
     def texts(self, pairs: Sequence[tuple[str, str]], instruction: str | None) -> list[Text]:
         """The prompts of some pairs; of an embedder each text is there once."""
         if not self.reranks:
             if instruction is not None:
-                raise RequestError("instruction is only possible with a reranker", param="instruction",
-                                   code="unsupported_parameter")
+                raise UnsupportedError("instruction is only possible with a reranker", "instruction")
             return [Text(text) for text in dict.fromkeys(text for pair in pairs for text in pair)]
         if self._inputs.reranker == "qwen3":
             return [Text(_QWEN3.format(instruction or QWEN3_INSTRUCTION, query, document), False) for query, document in pairs]
@@ -97,8 +94,8 @@ class Scorer:
             raise RequestError("there is no tokenizer (skip_tokenizer_init), so pairs of texts cannot be scored",
                                code="no_tokenizer")
         if instruction is not None:
-            raise RequestError("instruction is only possible with a reranker whose prompt has a place for it (--reranker)",
-                               param="instruction", code="unsupported_parameter")
+            raise UnsupportedError("instruction is only possible with a reranker whose prompt has a place for it (--reranker)",
+                                   "instruction")
         if self._inputs.info.pairs == "template":
             return [Text(tokenizer.encode_pair(query, document, self._inputs.info.second)) for query, document in pairs]
         return [Text([*tokenizer.encode(query), *tokenizer.encode(document, False)]) for query, document in pairs]

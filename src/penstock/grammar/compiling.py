@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.core.errors import PenstockError, RequestError
+from penstock.core.errors import PenstockError, RequestError, UnsupportedError
 from penstock.core.request import Request
 from penstock.grammar.definition import limits
 from penstock.grammar.numbers import Numbers
@@ -148,7 +148,7 @@ class Compiler:
         except RequestError as error:
             return error
         except PenstockError as error:
-            return RequestError(f"the answer cannot be constrained: {error}", code="unsupported_parameter")
+            return UnsupportedError(f"the answer cannot be constrained: {error}")
         return None
 
     def _keep(self, key: tuple[str, tuple[int, ...]], matcher: "LLMatcher") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import UnsupportedError
 from penstock.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
 
     ends = [token for token in eos_ids if token < len(tokens)] or [t for t in (tokenizer.eos_id,) if t is not None]
     if not ends:
-        raise RequestError("this model has no end-of-sequence token, so that a constrained answer could not end",
-                           code="unsupported_parameter")
+        raise UnsupportedError("this model has no end-of-sequence token, so that a constrained answer could not end")
     before = tokenizer.encode("\n", add_special_tokens=False)
 
     @functools.lru_cache(4096)

@@ -3,7 +3,7 @@
 import time
 
 from penstock.config.schema import ServerOptions
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.engine.async_llm import AsyncLLM
 from penstock.server.connections import Counts
 from penstock.server.dialect import UnavailableError
@@ -76,8 +76,7 @@ class State:
         """The same for work that adapters do not do. RequestError 400 for one of them."""
         name = self.admit(model)
         if self.adapter(name):
-            raise RequestError(f"{name!r} is an adapter, and adapters only generate; use {self.name!r}", param="model",
-                               code="unsupported_parameter")
+            raise UnsupportedError(f"{name!r} is an adapter, and adapters only generate; use {self.name!r}", "model")
         return name
 
     def priority(self, wanted: int | None, admin: bool, key: Key | None = None) -> int:

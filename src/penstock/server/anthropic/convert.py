@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.server.anthropic import protocol as a
 from penstock.server.openai.form import converted
 from penstock.server.openai.protocol import ChatRequest
@@ -49,8 +49,7 @@ def _tool(tool: a.Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom") or tool.input_schema is None:
         what = f"is of the type {tool.type}, which Anthropic runs itself" if tool.type not in (None, "custom") else \
             "has no input_schema"
-        raise RequestError(f"tools: {tool.name} {what}; possible are tools of the client with an input_schema", param="tools",
-                           code="unsupported_parameter")
+        raise UnsupportedError(f"tools: {tool.name} {what}; possible are tools of the client with an input_schema", "tools")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None},
             **_mark(tool.cache_control)}

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.core.request import EngineInfo, Request as EngineRequest, TokenLogprobs
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
@@ -207,9 +207,9 @@ async def prepared(state: State, http: Request, body: ChatRequest) -> Prepared:
         off = body.reasoning_effort == "none" or (body.chat_template_kwargs or {}).get("enable_thinking") is False
         params = params.replace(**inputs.thinking(prompt.text, budget, off))
     if held and params.reasoning_end_ids:
-        raise RequestError("max_thinking_tokens cannot be honoured beside calls that are constrained once they have begun "
-                           "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
-                           param="max_thinking_tokens", code="unsupported_parameter")
+        raise UnsupportedError("max_thinking_tokens cannot be honoured beside calls that are constrained once they have begun "
+                               "(strict tools, --constrain-tools); leave it out, or send tool_choice required",
+                               "max_thinking_tokens")
     if must or held:
         # A tool that is named is called once.
         named = isinstance(body.tool_choice, ToolChoice) and body.tool_choice.allowed_tools is None

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.core.request import EngineInfo, Request as EngineRequest, TokenLogprobs
 from penstock.engine.outputs import Delta
 from penstock.server.openai.answers import ChoicesAnswer, Growth, Namer, Usage, completion_logprobs, namer, prompt_entries
@@ -174,8 +174,8 @@ def check(body: CompletionRequest) -> None:
     """RequestError for fields that do not go together."""
     check_stream(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError(f"best_of cannot be honoured: answers are not ranked; leave it out, or make it n ({body.n or 1})",
-                           param="best_of", code="unsupported_parameter")
+        raise UnsupportedError(f"best_of cannot be honoured: answers are not ranked; leave it out, or make it n "
+                               f"({body.n or 1})", "best_of")
     if body.logprob_token_ids and body.max_tokens == 0:
         raise RequestError("logprob_token_ids are about generated tokens, and max_tokens is 0", param="logprob_token_ids")
     if body.max_tokens == 0 and not body.echo:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.server.body import BodyReader
 from penstock.server.dialect import ExplainField
 from penstock.server.openai.protocol import WHY_REFUSED
@@ -46,7 +46,7 @@ def refusing(why: Mapping[str, str], otherwise: ExplainField = lambda _where, te
         if field is None:
             return otherwise(where, text)
         path = where[:where.index(field) + len(field)]
-        return RequestError(f"{path} cannot be honoured: {why[field]}", param=path, code="unsupported_parameter")
+        return UnsupportedError(f"{path} cannot be honoured: {why[field]}", path)
 
     return explain
 

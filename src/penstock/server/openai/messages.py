@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.engine.rendering import Conversation
 from penstock.engine.retention import Marked
 from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
@@ -51,9 +51,9 @@ def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> Ch
     if wanted is None:
         return template
     if wanted not in template.names and not trust:
-        raise RequestError("chat_template cannot be taken from a request: a template is a program, and this server does not "
-                           "run those of its clients (--trust-request-chat-template). Possible by name: "
-                           f"{', '.join(template.names) or 'none'}", param="chat_template", code="unsupported_parameter")
+        raise UnsupportedError("chat_template cannot be taken from a request: a template is a program, and this server does "
+                               "not run those of its clients (--trust-request-chat-template). Possible by name: "
+                               f"{', '.join(template.names) or 'none'}", "chat_template")
     return template.using(wanted)
 
 

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.core.errors import EngineDeadError, RequestError
+from penstock.core.errors import EngineDeadError, RequestError, UnsupportedError
 from penstock.engine.stream import Stream
 from penstock.server.blocks import Blocks
 from penstock.server.dialect import EVENTS, Route, as_request_error, json_response, note_ignored
@@ -357,8 +357,7 @@ class Conversations(StateRoutes):
     async def change(self, http: Request, body: r.ConversationRequest) -> Response:
         conversation = ref(http, "conversation")
         if body.items is not None:
-            raise RequestError("items cannot be changed so; add to /items, or delete there", param="items",
-                               code="unsupported_parameter")
+            raise UnsupportedError("items cannot be changed so; add to /items, or delete there", "items")
 
         def work(database: Database) -> dict[str, Any]:
             value = {**conversation.read(database), "metadata": body.metadata or {}}

@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, UnsupportedError
 from penstock.core.request import TokenLogprobs
 from penstock.engine.outputs import Delta
 from penstock.server.dialect import Route, json_response
@@ -92,8 +92,8 @@ class VLLM(OpenAIForm):
         given = {name: value for name, value in body.sampling_params.items() if name not in UNREAD and value is not None}
         own = sorted(given.keys() & {*GenerateRequest.__struct_fields__, "prompt", "echo", "suffix"})
         if own:
-            raise RequestError(f"sampling_params may not have {', '.join(own)}, which are no sampling parameters",
-                               param="sampling_params", code="unsupported_parameter")
+            raise UnsupportedError(f"sampling_params may not have {', '.join(own)}, which are no sampling parameters",
+                                   "sampling_params")
         fields = {"max_tokens": None, **given, "prompt": body.token_ids, "stream": body.stream, "cache_salt": body.cache_salt,
                   "priority": body.priority, "stream_options": body.stream_options, "model": body.model}
         try:
