@@ -93,13 +93,15 @@ class Config:
             raise self.wrong(name, f"a list of {length} values, each {possible}")
         return value[:length]
 
+    def layers(self, name: str, other: Any, kind: Any, default: Callable[[int], bool]) -> list[bool]:
+        """Which layers are of a kind and not of the other, by the list `name` if present, else where `default(layer)`."""
+        count = self.integer("num_hidden_layers")
+        kinds = self.listing(name, count, (other, kind).__contains__, f"{other} or {kind}")
+        return [default(i) for i in range(count)] if kinds is None else [one == kind for one in kinds]
+
     def windows(self, default: Callable[[int], bool], width: int) -> list[int]:
         """Each layer's sliding window, 0 for none: by `layer_types` if present, else where `default(layer)`."""
-        layers = self.integer("num_hidden_layers")
-        kinds = self.listing("layer_types", layers, ("full_attention", "sliding_attention").__contains__,
-                             "full_attention or sliding_attention")
-        sliding = [default(i) for i in range(layers)] if kinds is None else [kind == "sliding_attention" for kind in kinds]
-        return [width if slides else 0 for slides in sliding]
+        return [width if one else 0 for one in self.layers("layer_types", "full_attention", "sliding_attention", default)]
 
 
 def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta: float = 10000.0, fraction: float = 1.0,

@@ -124,11 +124,10 @@ def sigmoid_routing(config: Config) -> Routing:
 
 def dense_then_experts(config: Config, routing: Callable[[Config], Routing] = sigmoid_routing) -> list[MixerSpec]:
     """Feed-forward parts: `first_k_dense_replace` dense, then mixtures with `n_shared_experts`; or by `mlp_layer_types`."""
-    layers, first = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", 0, least=0)
-    kinds = config.listing("mlp_layer_types", layers, ("dense", "sparse").__contains__, "dense or sparse")
-    sparse = [i >= first for i in range(layers)] if kinds is None else [kind == "sparse" for kind in kinds]
+    first = config.integer("first_k_dense_replace", 0, least=0)
+    sparse = config.layers("mlp_layer_types", "dense", "sparse", lambda layer: layer >= first)
     if not any(sparse):
-        return [gated_mlp(config)] * layers
+        return [gated_mlp(config)] * len(sparse)
     shared = config.nullable_integer("n_shared_experts", 0) * config.integer("moe_intermediate_size")
     mixture = experts(config, routing(config), shared_inner=shared)
     return [mixture if mixed else gated_mlp(config) for mixed in sparse]

@@ -161,11 +161,9 @@ def minicpm(config: Config) -> ModelSpec:
 
 def smollm3(config: Config) -> ModelSpec:
     """Every fourth layer rotates nothing (NoPE)."""
-    layers, every = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4)
-    turn = rope(config, parts.head_size(config), theta=2000000.0)
+    every, turn = config.integer("no_rope_layer_interval", 4), rope(config, parts.head_size(config), theta=2000000.0)
     # Despite its name, a 1 in no_rope_layers is a layer that rotates.
-    turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1")
-    turns = [(i + 1) % every != 0 for i in range(layers)] if turns is None else turns
+    turns = config.layers("no_rope_layers", 0, 1, lambda layer: (layer + 1) % every != 0)
     width = config.nullable_integer("sliding_window", 0) if config.flag("use_sliding_window", False) else 0
     return spec(config, turns=[turn if turned else None for turned in turns],
                 windows=lambda config: config.windows(lambda layer: not turns[layer], width))

@@ -49,8 +49,7 @@ def qwen3_next(config: Config, apart: bool = False, mlp: Callable[[Config], Mixe
     """Gated delta nets, and every fourth layer attention whose results are gated. Norms but those of the former are 1 + w."""
     if config.choice("hidden_act", ACTIVATIONS) != "silu":
         raise config.wrong("hidden_act", "silu, which is that of the delta nets' convolution, too")
-    norm, layers = parts.rms_norm(config, 1.0), config.integer("num_hidden_layers")
-    every = config.integer("full_attention_interval", 4)
+    norm, every = parts.rms_norm(config, 1.0), config.integer("full_attention_interval", 4)
     attention = parts.attention(config, rope=rope(config, parts.head_size(config), fraction=0.25), norm=QueryKeyNorm(norm),
                                 bias=config.flag("attention_bias", False), gate=True, paired=True)
     keys, values, key_size, value_size, kernel = (config.integer(f"linear_{name}") for name in (
@@ -61,9 +60,7 @@ def qwen3_next(config: Config, apart: bool = False, mlp: Callable[[Config], Mixe
     if not 2 <= shape.kernel <= 4:
         raise config.wrong("linear_conv_kernel_dim", "2 to 4")
     delta = DeltaSpec(attention.width, shape, apart=apart)
-    kinds = config.listing("layer_types", layers, ("linear_attention", "full_attention").__contains__,
-                           "linear_attention or full_attention")
-    full = [(i + 1) % every == 0 for i in range(layers)] if kinds is None else [kind == "full_attention" for kind in kinds]
+    full = config.layers("layer_types", "linear_attention", "full_attention", lambda layer: (layer + 1) % every == 0)
     mlps: MixerSpec | list[MixerSpec] = mlp(config) if mlp else parts.some_experts(
         config, shared_inner=config.integer("shared_expert_intermediate_size"), shared_gate=True)
     return parts.layered(config, [attention if one else delta for one in full], mlps, norm)
