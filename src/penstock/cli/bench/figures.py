@@ -4,21 +4,19 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 
-def percentile(ordered: Sequence[float], p: float) -> float:
-    """The p-th percentile (0 to 100) of sorted values, interpolated linearly as numpy does by default."""
-    position = (len(ordered) - 1) * p / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """The p-th percentile (0 to 100), interpolated linearly."""
+    return float(np.percentile(values, p))
 
 
 def spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, Any]:
     """mean_, median_, std_ and pP_ of values in milliseconds, under vLLM's names; None for each if there are no values."""
-    ordered = sorted(values)
     result = {f"mean_{name}_ms": statistics.fmean(values) if values else None,
-              f"median_{name}_ms": statistics.median(ordered) if values else None,
+              f"median_{name}_ms": statistics.median(values) if values else None,
               f"std_{name}_ms": statistics.pstdev(values) if values else None}
     for p in percentiles:
-        result[f"p{p:g}_{name}_ms"] = percentile(ordered, p) if values else None
+        result[f"p{p:g}_{name}_ms"] = percentile(values, p) if values else None
     return result

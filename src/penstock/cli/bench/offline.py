@@ -31,13 +31,12 @@ def measure_latency(args: argparse.Namespace) -> dict[str, Any]:
     at_least(args, 1, "batch_size", "input_len", "output_len", "num_iters")
     run = _Run(args)
     seconds = _batches(run, args)
-    ordered = sorted(seconds)
     mean = statistics.fmean(seconds)
     report = run.report()
     run.profile(args.profile, "latency", _batch(run, args, args.num_iters_warmup + args.num_iters))
     report |= _beside_off(run, args, mean, lambda off: statistics.fmean(_batches(off, args)))
     return {"batch_size": args.batch_size, "input_len": args.input_len, "output_len": args.output_len, "avg_latency": mean,
-            "latencies": seconds, "percentiles": {str(p): percentile(ordered, p) for p in PERCENTILES},
+            "latencies": seconds, "percentiles": {str(p): percentile(seconds, p) for p in PERCENTILES},
             "output_tokens_per_second": args.batch_size * args.output_len / mean, **report}
 
 

@@ -30,7 +30,7 @@ def figures(outcome: Outcome, classes: Mapping[str, Service]) -> dict[str, Any]:
 
 def _of(records: Sequence[Record], service: Service) -> dict[str, Any]:
     answered = [record for record in records if record.tokens]
-    first, each = sorted(record.ttft for record in answered), sorted(record.tpot for record in answered if record.tokens > 1)
+    first, each = [record.ttft for record in answered], [record.tpot for record in answered if record.tokens > 1]
     return {"requests": len(records), "refused": sum(record.refused for record in records) / len(records),
             "goodput": sum(record.kept(service) for record in records) / len(records),
             **{f"{name}_p{p}": percentile(values or [0.0], p) for name, values in (("ttft", first), ("tpot", each))
@@ -58,7 +58,7 @@ def curves(records: Sequence[Record], title: str) -> str:
     for i, name in enumerate(("TTFT", "TPOT")):
         lines = []
         for colour, tier in zip(COLOURS, sorted({record.tier for record in records}), strict=False):
-            values = sorted(max(1e-4, getattr(one, name.lower())) for one in records if one.tier == tier and one.tokens > i)
+            values = [max(1e-4, getattr(one, name.lower())) for one in records if one.tier == tier and one.tokens > i]
             points = [(percentile(values, step), step / 100) for step in range(101)] if values else []
             lines += [Line(tier or "none", points, colour)] if values else []
         if lines:
