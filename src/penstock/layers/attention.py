@@ -192,10 +192,6 @@ class Attention(TokenMixer):
             self._rotations = [pack(PLAIN, (spec.head_size, spec.head_size), {"weight": one.to(build.device, dtype)}, dtype,
                                     build.kernels) for one in hadamard(spec.head_size)]
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        return self.qkv, self.o
-
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         (view,) = views
         self.group, self.k, self.v = view.group, view["k"], view["v"]

@@ -368,15 +368,15 @@ class MixerSpec(Protocol):
 
 
 class Mixer(Protocol):
-    """x [T, width] -> [T, width]: what it adds to the stream. The defaults are of a mixer without projections, states, sums."""
+    """x [T, width] -> [T, width]: what it adds to the stream. The defaults are of a mixer without states and sums."""
 
     looks_around: bool
     """Whether a token's result depends on other tokens than itself."""
 
     @property
     def linears(self) -> Sequence[Linear]:
-        """Its projections, which are warmed up at start."""
-        return ()
+        """Its projections, which are warmed up at start, in the order in which they were made."""
+        return [one for one in vars(self).values() if isinstance(one, Linear)]
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:  # noqa: ARG002
         """Gives it its windows into the cache, one for each state, and has it enter in `works` what steps prepare for it."""

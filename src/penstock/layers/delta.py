@@ -91,10 +91,6 @@ class Delta(TokenMixer):
         self.weights = DeltaWeights(conv, *(build.values.tensor(f"{path}.{name}") for name in ("decay", "step", "norm.weight")))
         self._run = build.kernels.delta_rule
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        return (self.input, self.o) if self.gates is None else (self.input, self.gates, self.o)
-
     def attach(self, views: Sequence[StateView], works: Works) -> None:  # noqa: ARG002
         (view,) = views
         self.group, self.state = view.group, DeltaState(page=view.page, **view.fields)

@@ -193,9 +193,7 @@ class Experts(Mixer):
 
     @property
     def linears(self) -> Sequence[Linear]:
-        shared = () if self.shared is None else self.shared.linears
-        gate = () if self.shared_gate is None else (self.shared_gate,)
-        return self.router, *shared, *gate
+        return *super().linears, *(() if self.shared is None else self.shared.linears)
 
     def leave_sum(self) -> bool:
         if self._reduce is None or (self.shared is not None and not self.shared.leave_sum()):

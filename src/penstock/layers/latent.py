@@ -129,10 +129,6 @@ class LatentAttention(TokenMixer):
         self._ranks = build.context if spec.stripes > 1 else None
         self._stripe = WHOLE if self._ranks is None else Stripe(self._ranks.rank, self._ranks.size)
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        return self.a, self.q, self.o
-
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         (view,) = views
         self.group, self.cache = view.group, view["latent"]
@@ -353,10 +349,6 @@ class SparseLatentAttention(LatentAttention):
                                                           for name, linear in spec.index_linears.items())
         self.index_norm = build_norm(spec.index_norm, f"{path}.index_norm", build)
         self._spread = hadamard(spec.index_size, build.device)
-
-    @property
-    def linears(self) -> Sequence[Linear]:
-        return *super().linears, self.index_q, self.index_k, self.index_weights
 
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         super().attach(views, works)

@@ -1,6 +1,6 @@
 """The feed-forward layer, gated or plain: a mixer without a state."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,10 +68,6 @@ class MLP(Mixer):
             spec.input, inner, build, spec.activation, spec.gated)
         self.down = Linear(spec.output, f"{path}.down", build)
         self.up.weight.reader = self.down.weight
-
-    @property
-    def linears(self) -> Sequence[Linear]:
-        return self.up, self.down
 
     def leave_sum(self) -> bool:
         return self.down.leave_sum()
