@@ -41,8 +41,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {"disable_padded_drafter_batch": (True, 
 
 @dataclass(frozen=True)
 class Speculation:
-    """The drafter and its parameters."""
-
     method: str
     """One of METHODS, or the name of a user's own; auto: what there is (`worker/drafters/loading.py::survey`)."""
     model: str | None = None

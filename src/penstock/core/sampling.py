@@ -255,6 +255,5 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     """Number of answers to return; by default all `beam_width`."""
 
     def sampling(self) -> SamplingParams:
-        """Returns equivalent SamplingParams."""
         wanted = {name: getattr(self, name) for name in self.__struct_fields__ if name != "n"}
         return SamplingParams(n=self.beam_width if self.n is None else self.n, logprobs=0, **wanted)

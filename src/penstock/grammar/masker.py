@@ -294,7 +294,6 @@ def _allow(words: Ints, token: int) -> None:
 
 
 def _exclude(words: Ints, tokens: List[int]) -> None:
-    """Excludes tokens from one mask, or from several."""
     for token in tokens:
         words.view(np.uint32)[..., token // 32] &= ~np.uint32(1 << token % 32)
 

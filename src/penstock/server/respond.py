@@ -33,7 +33,6 @@ SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
     return b"data: %b\n\n" % encode(value)
 
 

@@ -40,7 +40,6 @@ class Reports:
             self._some.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Waits for a result, at most `seconds`."""
         with self._some:
             self._some.wait_for(lambda: bool(self._load_results), seconds)
 

@@ -143,7 +143,6 @@ class Judging:
         return torch.where(ruled & ~right, -1, self._drafts), found
 
     def _key(self, salt: int, at: int, end: int) -> torch.Tensor:
-        """Keys of the lines' noise."""
         begin = upload(self._begins[self._group[at:end]].astype(np.int32), self._drafts.device).long()
         keys = self._rows.parameters.table[self._lines.row[at:end].long(), Column.SEED_KEY] ^ salt
         return noise.keys(noise.keys(keys, self._lines.position[begin]), self._lines.position[at:end])

@@ -24,7 +24,6 @@ TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The error object of a refused request."""
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
