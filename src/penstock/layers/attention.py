@@ -176,9 +176,7 @@ class Attention(TokenMixer):
         elif spec.norm is not None:
             self._norms = HeadNorm(spec, f"{path}.q_norm", build), HeadNorm(spec, f"{path}.k_norm", build, keys=True)
         self.sinks = build.values.tensor(f"{path}.sinks").float() if spec.sinks else None
-        self.slopes: torch.Tensor | None = None
-        if spec.slopes:
-            self.slopes = torch.tensor(_own_slopes(spec, build), dtype=torch.float32, device=build.device)
+        self.slopes = torch.tensor(_own_slopes(spec, build), dtype=torch.float32, device=build.device) if spec.slopes else None
         self._kernels = build.kernels
         if spec.slopes and spec.stripes > 1 and build.device.type == "cuda":
             raise ModelError("context_parallel_size is not possible with ALiBi on GPUs, as a slope needs each key's own "
