@@ -65,10 +65,6 @@ class Rejection:
         segment, offset = torch.where(real, self._segment[at], -1), torch.where(real, position - first, 0)
         self._drawn[segment, offset.long(), :scaled.shape[1]] = scaled.softmax(1)
 
-    def judge(self, lines: LogitsRows, drafts: torch.Tensor) -> "Judging":
-        """Begins to verify the drafts [L] at the positions of a step's logits rows."""
-        return Judging(self, self._rows, lines, drafts)
-
     def of(self, lines: LogitsRows, drafts: torch.Tensor) -> torch.Tensor:
         """[L, vocabulary] the distributions that drafts at these lines were drawn from; certainty where they were not drawn."""
         sure = torch.zeros(len(drafts), self._vocab, device=drafts.device).scatter_(1, drafts.long().clamp(min=0)[:, None], 1.0)

@@ -412,7 +412,7 @@ class Worker:
         drafts = reading.drafts(lines) if checks and len(lines.rows) else None
         thinking = self.verifier.thinking
         stay = checks or self.returning is not None or thinking is not None
-        judging = self.rejection.judge(lines, drafts) if self.rejection is not None and drafts is not None else None
+        judging = Judging(self.rejection, self.rows, lines, drafts) if self.rejection and drafts is not None else None
         judging = judging if judging is not None and judging.needed else None
         found.sampled = list(self._sample(plan, forward, masks, stay, drafts, judging))
         if drafts is not None:

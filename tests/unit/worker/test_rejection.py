@@ -11,7 +11,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect
 from penstock.worker.drafting import Drafting
-from penstock.worker.rejection import Rejection
+from penstock.worker.rejection import Judging, Rejection
 from penstock.worker.rows import Rows
 from penstock.worker.sampler import LogitsRows
 from penstock.worker.verify import Verifier
@@ -59,7 +59,7 @@ def _round(method: str, drawn: bool, count: int = ROWS, **filtered: float) -> tu
     drafts = verifier.drafts(lines)
     border = OPS.threshold(logits, table, lines.row)
     if method:
-        judging = rejection.judge(lines, drafts)
+        judging = Judging(rejection, rows, lines, drafts)
         assert judging.needed
         for part in lines.parts(1 << 16):
             here = slice(judging._at, judging._at + len(part.rows))
