@@ -224,6 +224,13 @@ def test_variants_that_would_compute_something_else_are_refused(name: str, chang
         describe({**REAL[name][0], **changes})
 
 
+@pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"])
+def test_positions_of_gpt2_by_both_of_their_names(architecture: str) -> None:
+    config = {**REAL["gpt2"][0], "architectures": [architecture]}
+    assert describe(config).max_positions == config.pop("n_positions") == 1024
+    assert describe({**config, "max_position_embeddings": 512}).max_positions == 512
+
+
 @pytest.mark.parametrize("kind", sampled(dict.fromkeys(case.kind for case in CASES if case.kind != "Exaone"), 10, 4))
 def test_absent_values_are_those_of_the_configuration_class(kind: str) -> None:
     """Each alone, left out or null, as hand-written configs and older files have some; or it is asked for by name."""

@@ -20,7 +20,7 @@ def _rules(names: Mapping[str, str | tuple[str, Change] | None]) -> tuple[Rule, 
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)
-DEFAULTS = {"activation_function": "gelu_new", "n_positions": 1024, "tie_word_embeddings": True}
+DEFAULTS = {"activation_function": "gelu_new", "max_position_embeddings": 1024, "tie_word_embeddings": True}
 _MASKS = {"attn.bias": None, "attn.masked_bias": None}
 # Matrices are kept as [inputs, outputs].
 RULES = _rules({"attn.c_attn.*": ("attention.qkv.*", transposed), "attn.c_proj.*": ("attention.o.*", transposed),
@@ -46,17 +46,18 @@ def spec(config: Config, *, joined: bool = False) -> ModelSpec:
         config = config.changed(num_key_value_heads=1)
     attentions = [parts.attention(config, rope=None, scale=scale / (layer if by_layer else 1), bias=True)
                   for layer in range(1, 1 + config.integer("num_hidden_layers"))]
-    return _with_positions(config, attentions, config.integer("n_positions"))
+    return _with_positions(config, attentions)
 
 
 def _renamed(config: Config) -> Config:
-    return config.renamed(n_embd="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers")
+    return config.renamed(n_embd="hidden_size", n_head="num_attention_heads", n_layer="num_hidden_layers",
+                          n_positions="max_position_embeddings")
 
 
-def _with_positions(config: Config, attentions: list[AttentionSpec], positions: int) -> ModelSpec:
+def _with_positions(config: Config, attentions: list[AttentionSpec]) -> ModelSpec:
     mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
-    return parts.layered(config, attentions, mlp, parts.layer_norm(config, "layer_norm_epsilon"), max_positions=positions,
-                         embedding=EmbeddingSpec(positions=positions))
+    return parts.layered(config, attentions, mlp, parts.layer_norm(config, "layer_norm_epsilon"),
+                         embedding=EmbeddingSpec(positions=config.integer("max_position_embeddings")))
 
 
 def neo(config: Config) -> ModelSpec:
@@ -69,7 +70,7 @@ def neo(config: Config) -> ModelSpec:
     if len(windows) != layers:
         raise config.wrong("attention_types", f"kinds for {layers} layers")
     attention = parts.attention(config, rope=None, scale=1.0, output_bias=True)
-    return _with_positions(config, parts.sliding(attention, windows), config.integer("max_position_embeddings"))
+    return _with_positions(config, parts.sliding(attention, windows))
 
 
 def j(config: Config) -> ModelSpec:
@@ -80,9 +81,8 @@ def j(config: Config) -> ModelSpec:
         raise config.wrong("rotary_dim", f"at most {size}, the dimensions of a head")
     turn = RopeSpec(10000.0, dim or size, interleaved=True)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="n_inner", multiple=4, bias=True)
-    return parts.layered(config, parts.attention(config, rope=turn), mlp,
-                         parts.layer_norm(config, "layer_norm_epsilon"), same=True, max_positions=config.integer("n_positions"),
-                         head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True))
+    return parts.layered(config, parts.attention(config, rope=turn), mlp, parts.layer_norm(config, "layer_norm_epsilon"),
+                         same=True, head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True))
 
 
 def opt(config: Config) -> ModelSpec:
@@ -94,11 +94,11 @@ def opt(config: Config) -> ModelSpec:
     if config.integer("word_embed_proj_dim", width) != width:
         raise config.wrong("word_embed_proj_dim", f"hidden_size ({width})")
     norm = family.LayerNormSpec(1e-5, *([config.flag("layer_norm_elementwise_affine", True)] * 2))
-    bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
+    bias = config.flag("enable_bias", True)
     attention = parts.attention(config, rope=None, bias=bias)
     mlp = parts.plain_mlp(config, activation="activation_function", inner="ffn_dim", bias=bias)
-    return parts.layered(config, attention, mlp, norm, max_positions=positions,
-                         embedding=EmbeddingSpec(positions=positions, first_position=2))
+    return parts.layered(config, attention, mlp, norm, embedding=EmbeddingSpec(
+        positions=config.integer("max_position_embeddings"), first_position=2))
 
 
 _DECODER = "[model.]decoder."
@@ -115,6 +115,6 @@ LIKE = (
          partial(spec, joined=True), BIGCODE),
     Like(("GPTNeoForCausalLM",), ("gpt_neo",),
          {"activation_function": "gelu_new", "max_position_embeddings": 2048, "tie_word_embeddings": True}, neo, NEO),
-    Like(("GPTJForCausalLM",), ("gptj",), {"activation_function": "gelu_new", "n_positions": 2048}, j, J),
+    Like(("GPTJForCausalLM",), ("gptj",), {"activation_function": "gelu_new", "max_position_embeddings": 2048}, j, J),
     Like(("OPTForCausalLM",), ("opt",),
          {"activation_function": "relu", "max_position_embeddings": 2048, "tie_word_embeddings": True}, opt, OPT))
