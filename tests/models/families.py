@@ -277,6 +277,7 @@ CASES = [
     Case("deepseek2-experts", "DeepseekV2", {**MLA, **MIXED, "n_shared_experts": 2, "routed_scaling_factor": 1.7}),
     Case("deepseek2-grouped", "DeepseekV2", {**MLA, **MIXED, "topk_method": "group_limited_greedy", "n_group": 3,
                                              "topk_group": 2, "n_routed_experts": 9}),
+    Case("deepseek2-greedy", "DeepseekV2", {**MLA, **MIXED, "n_group": 3, "topk_group": 2, "n_routed_experts": 8}),
     Case("deepseek3-experts", "DeepseekV3", {**MLA, **MIXED, **MSCALE, "n_group": 2, "topk_group": 1, "n_routed_experts": 6,
                                              "num_nextn_predict_layers": 1}),
     Case("deepseek3-ungrouped", "DeepseekV3", {**MLA, **MIXED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),

@@ -26,15 +26,16 @@ RULES = (
 
 def routing(config: Config) -> Routing:
     """V3's router (sigmoid with a correction), or V2's (softmax)."""
-    found, old = parts.sigmoid_routing(config), config.named("DeepseekV2ForCausalLM", "deepseek_v2")
+    old = config.named("DeepseekV2ForCausalLM", "deepseek_v2")
     if config.values.get("scoring_func", "") not in ("", "softmax" if old else "sigmoid"):
         raise config.wrong("scoring_func", "softmax" if old else "sigmoid")
     if not old:
-        return found
+        return parts.sigmoid_routing(config)
     config.absent("norm_topk_prob")
     if config.choice("topk_method", {"greedy": "", "group_limited_greedy": "limited"}) == "":
-        found = dataclasses.replace(found, groups=1, picked_groups=1)
-    return dataclasses.replace(found, score="softmax", normalise=False, corrected=False, group_score="max")
+        config = config.changed(n_group=1, topk_group=1)
+    return dataclasses.replace(parts.sigmoid_routing(config), score="softmax", normalise=False, corrected=False,
+                               group_score="max")
 
 
 def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLatentAttentionSpec:
