@@ -218,6 +218,7 @@ def test_refusals(changes: dict[str, Any], words: list[str]) -> None:
     ("GLM-4.7-Flash", {"architectures": ["GlmMoeDsaForCausalLM"], "index_topk_pattern": "FFS"}, "index_topk_pattern"),
     ("Qwen2.5-0.5B", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.11}}, "YaRN with 7 "),
     ("gpt2", {"architectures": ["GPTJForCausalLM"], "rotary_dim": 80}, "rotary_dim is 80; possible is at most 64"),
+    ("SmolLM3-3B", {"architectures": ["AfmoeForCausalLM"], "attention_bias": True}, "attention_bias is True"),
 ])
 def test_variants_that_would_compute_something_else_are_refused(name: str, changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ModelError, match=word):

@@ -122,15 +122,18 @@ def sigmoid_routing(config: Config) -> Routing:
                    scale=config.number("routed_scaling_factor", 1.0), picked_groups=picked)
 
 
-def dense_then_experts(config: Config, routing: Callable[[Config], Routing] = sigmoid_routing) -> list[MixerSpec]:
-    """Feed-forward parts: `first_k_dense_replace` dense, then mixtures with `n_shared_experts`; or by `mlp_layer_types`."""
+def dense_then_experts(config: Config, routing: Callable[[Config], Routing] = sigmoid_routing, *,
+                       bias: bool = False) -> list[MixerSpec]:
+    """Feed-forward parts: `first_k_dense_replace` dense, then mixtures with `n_shared_experts`; or by `mlp_layer_types`.
+    `bias`: of dense parts and shared experts."""
     first = config.integer("first_k_dense_replace", 0, least=0)
     sparse = config.layers("mlp_layer_types", "dense", "sparse", lambda layer: layer >= first)
+    dense = gated_mlp(config, bias=bias)
     if not any(sparse):
-        return [gated_mlp(config)] * len(sparse)
+        return [dense] * len(sparse)
     shared = config.nullable_integer("n_shared_experts", 0) * config.integer("moe_intermediate_size")
-    mixture = experts(config, routing(config), shared_inner=shared)
-    return [mixture if mixed else gated_mlp(config) for mixed in sparse]
+    mixture = replace(experts(config, routing(config), shared_inner=shared), shared_bias=bias)
+    return [mixture if mixed else dense for mixed in sparse]
 
 
 def draft_layers(config: Config) -> int:

@@ -60,7 +60,8 @@ def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSp
         attention = _sparse(config, attention)
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.wrong("moe_layer_freq", "1")
-    forward = mlps(config) if mlps else parts.dense_then_experts(config, routing)
+    bias = config.named("DeepseekV2ForCausalLM", "deepseek_v2") and config.flag("mlp_bias", False)
+    forward = mlps(config) if mlps else parts.dense_then_experts(config, routing, bias=bias)
     return parts.layered(config, attention, forward, parts.rms_norm(config), beyond=parts.draft_layers(config))
 
 

@@ -155,7 +155,8 @@ def minicpm(config: Config) -> ModelSpec:
         if "v_head_dim" not in config.values:
             config = config.changed(v_head_dim=width // config.integer("num_attention_heads"))
         attention = parts.latent_attention(config, rope(config, config.integer("qk_rope_head_dim")))
-        return parts.layered(config, attention, parts.gated_mlp(config), parts.rms_norm(config), **more)
+        mlp = parts.gated_mlp(config, bias=config.flag("mlp_bias", False))
+        return parts.layered(config, attention, mlp, parts.rms_norm(config), **more)
     return spec(config, **more)
 
 

@@ -55,7 +55,8 @@ def sarvam(config: Config) -> ModelSpec:
 def hunyuan3(config: Config) -> ModelSpec:
     """The same without groups."""
     names = {"num_shared_experts": "n_shared_experts", "router_scaling_factor": "routed_scaling_factor"}
-    return llama.spec(config.renamed(**names).changed(norm_topk_prob=True), mlps=parts.dense_then_experts, normed="before",
+    mlps = partial(parts.dense_then_experts, bias=config.flag("mlp_bias", False))
+    return llama.spec(config.renamed(**names).changed(norm_topk_prob=True), mlps=mlps, normed="before",
                       theta=11158840.0, beyond=parts.draft_layers(config))
 
 
@@ -94,6 +95,7 @@ def dots1(config: Config) -> ModelSpec:
 
 def afmoe(config: Config) -> ModelSpec:
     """Trinity: attention whose results are gated, rotation in sliding layers alone, norms around each branch."""
+    config.absent("attention_bias")
     every, scale = config.integer("global_attn_every_n_layers", 4), config.integer("hidden_size") ** 0.5
     return llama.spec(config, normed="before", attends={"gate": True}, full={"rope": None}, mlps=_afmoe_mlps, post=True,
                       windows=llama.slides(lambda layer: (layer + 1) % every != 0, 1024),
