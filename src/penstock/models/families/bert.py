@@ -69,8 +69,7 @@ def spec(config: Config, *, theta: float = 0.0, sloped: bool = False, gated: boo
         first = 0 if config.values.get("model_type", "bert") == "bert" else config.integer("pad_token_id", 1, least=0) + 1
         positions -= first
         embedding = replace(embedding, positions=positions, first_position=first)
-    mlp = parts.gated_mlp(config) if gated else parts.plain_mlp(config, bias=bias)
-    mlp = replace(mlp, output_bias=bias)
+    mlp = replace(parts.gated_mlp(config) if gated else parts.plain_mlp(config, bias=bias), output_bias=bias)
     block = family.BlockSpec(((BranchSpec(attention, after=norm),), (BranchSpec(mlp, after=norm),)))
     return parts.decoder(config, [block] * config.integer("num_hidden_layers"), NoNormSpec(), max_positions=positions,
                          embedding=embedding, head=HeadSpec(tied=False, bias=True, dense=family.DenseSpec()))
@@ -81,8 +80,7 @@ def nomic(config: Config) -> ModelSpec:
                   "mlp_fc1_bias", "mlp_fc2_bias", "moe_every_n_layers")
     if config.values.get("activation_function", "swiglu") != "swiglu":
         raise config.wrong("activation_function", "swiglu")
-    given = {ours: config.values[theirs] for theirs, ours in _NOMIC.items() if theirs in config.values}
-    return spec(config.changed(**given), theta=1000.0, gated=True, bias=False)
+    return spec(config.renamed(**_NOMIC), theta=1000.0, gated=True, bias=False)
 
 
 def modern(config: Config) -> ModelSpec:

@@ -41,12 +41,11 @@ def routing(config: Config) -> Routing:
 def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLatentAttentionSpec:
     if not attention.query_rank:
         raise config.wrong("q_lora_rank", "a whole number: index queries are made from the queries' inner vector")
-    given = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
     config.absent("index_topk_pattern")
     config.listing("indexer_types", config.integer("num_hidden_layers"), "full".__eq__, "full: none takes another's picks")
     if config.integer("index_topk_freq", 1) != 1:
         raise config.wrong("index_topk_freq", "1: no layer takes the picks of another")
-    return SparseLatentAttentionSpec(**given, index_heads=config.integer("index_n_heads", 64),
+    return SparseLatentAttentionSpec(**vars(attention), index_heads=config.integer("index_n_heads", 64),
                                      index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk"),
                                      index_interleaved=config.named("GlmMoeDsaForCausalLM", "glm_moe_dsa"))
 

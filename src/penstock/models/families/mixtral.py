@@ -238,8 +238,7 @@ def llama4(config: Config) -> ModelSpec:
     every, step = config.integer("no_rope_layer_interval", 4), config.integer("interleave_moe_layer_step", 1)
     config = config.changed(no_rope_layers=config.values.get("no_rope_layers") or None)  # an empty list says nothing
     turns = config.layers("no_rope_layers", 0, 1, lambda layer: (layer + 1) % every != 0)
-    sparse = config.values.get("moe_layers")
-    sparse = range(step - 1, layers, step) if sparse is None else sparse
+    sparse = config.values.get("moe_layers", range(step - 1, layers, step))
     mixture = replace(parts.experts(config, parts.routing(config, "sigmoid_after"), inner="intermediate_size",
                                     shared_inner=config.integer("intermediate_size")), inward=True)
     mlp = parts.gated_mlp(config.changed(intermediate_size=config.integer("intermediate_size_mlp")))
