@@ -480,13 +480,10 @@ class Sequence:
             self.scores.clear()
 
 
-class PageRun:
+class PageRun(msgspec.Struct, eq=False):
     """The pages of one cache group that a sequence holds: `ids[i]` covers positions [i * page, (i + 1) * page).
 
     Entries below `first` were given back (behind a window); -1 where none is needed, inside a segment of an exact state."""
 
-    __slots__ = ("first", "ids")
-
-    def __init__(self, ids: list[int] | None = None, first: int = 0) -> None:
-        self.ids = [] if ids is None else ids
-        self.first = first
+    ids: list[int] = []
+    first: int = 0

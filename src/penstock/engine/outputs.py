@@ -22,29 +22,23 @@ class Delta(Update, gc=False):
     """Where the sequence's time went (`engine/ledger.py`); on its last delta."""
 
 
+@dataclass(slots=True)
 class _Open:
     """One sequence whose end has not been seen."""
 
-    __slots__ = ("count", "detokenizer", "first_token", "stops")
-
-    def __init__(self, detokenizer: Detokenizer | None, stops: StopStrings | None) -> None:
-        self.detokenizer = detokenizer
-        self.stops = stops
-        self.count = 0
-        self.first_token = 0.0
+    detokenizer: Detokenizer | None
+    stops: StopStrings | None
+    count: int = 0
+    first_token: float = 0.0
 
 
+@dataclass(slots=True)
 class _Live:
     """One request with sequences that have not ended."""
 
-    __slots__ = ("include_stop", "min_tokens", "request", "sequences")
-
-    def __init__(self, request: Request, sequences: dict[int, _Open | None]) -> None:
-        self.request = request
-        self.sequences = sequences
-        """By index; None until the first token, because a request may have many."""
-        self.min_tokens = request.params.min_tokens
-        self.include_stop = request.params.include_stop_str_in_output
+    request: Request
+    sequences: dict[int, _Open | None]
+    """By index; None until the first token, because a request may have many."""
 
 
 class Outputs:
@@ -114,7 +108,7 @@ class Outputs:
             sequence.count += len(ids)
             return
         # The token that ended the output is not part of its text, unless stops are wanted there.
-        shown = ids[:-1] if delta.finish_reason == "stop" and not live.include_stop else ids
+        shown = ids[:-1] if delta.finish_reason == "stop" and not live.request.params.include_stop_str_in_output else ids
         if sequence.stops is not None:
             _until_stop(live, sequence, shown, delta)
         else:
@@ -127,10 +121,10 @@ class Outputs:
 def _until_stop(live: _Live, sequence: _Open, shown: list[int], delta: Delta) -> None:
     """Adds the text of `shown` to `delta`, token by token; ends it at a stop string, with the tokens up to that one."""
     assert sequence.detokenizer is not None and sequence.stops is not None
-    text = ""
+    text, least = "", live.request.params.min_tokens
     for place, token in enumerate(shown, 1):
         # As in vLLM, a stop string that is complete before min_tokens does not count.
-        safe, stop = sequence.stops.push(sequence.detokenizer.push((token,)), sequence.count + place > live.min_tokens)
+        safe, stop = sequence.stops.push(sequence.detokenizer.push((token,)), sequence.count + place > least)
         text += safe
         if stop is not None:
             _stop(live, sequence, delta, text, stop, place)

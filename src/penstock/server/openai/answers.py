@@ -131,17 +131,14 @@ def fingerprint(info: EngineInfo | None) -> str | None:
     return "fp_" + blake2b(repr(facts).encode(), digest_size=5).hexdigest()
 
 
-class Growth:
-    __slots__ = ("finish_reason", "logprobs", "prompt_logprobs", "started", "stop_reason", "text", "token_ids")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.started = False
+class Growth(msgspec.Struct):
+    text: list[str] = []
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    started: bool = False
 
 
 class ChoicesAnswer(ABC):
