@@ -63,6 +63,8 @@ def drawn(seed: int) -> tuple[Case, str]:
                 new |= {"n_group": 3, "topk_group": 2, picks: draw.randint(1, 8)}
     # A model without experts must not get some by its class's numbers.
     left = {"hidden_act"} if delta else {"first_k_dense_replace"} if name is None else set()
+    # DeepSeek's own V2 would normalise, transformers' does not, and Penstock refuses it.
+    left |= {"norm_topk_prob"} if case.kind == "DeepseekV2" else set()
     own = [key for key in OPTIONS if full.get(key) is not None and key not in left]
     new |= {key: draw.choice(OPTIONS[key]) for key in draw.sample(own, min(len(own), 5))}
     if set(full.get("rope_parameters") or ()) == {"rope_theta", "rope_type"} and draw.random() < 0.5:

@@ -94,7 +94,7 @@ class Config:
         return value[:length]
 
     def layers(self, name: str, other: Any, kind: Any, default: Callable[[int], bool]) -> list[bool]:
-        """Which layers are of a kind and not of the other, by the list `name` if present, else where `default(layer)`."""
+        """For each layer, whether it is of a kind, not of the other: by the list `name` if present, else `default(layer)`."""
         count = self.integer("num_hidden_layers")
         kinds = self.listing(name, count, (other, kind).__contains__, f"{other} or {kind}")
         return [default(i) for i in range(count)] if kinds is None else [one == kind for one in kinds]
