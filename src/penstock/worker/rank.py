@@ -15,8 +15,8 @@ import torch
 from penstock import models
 from penstock.checkpoint import dtype_of, resolve_folder, sample
 from penstock.config.resolve import EngineConfig, cache_asked, cache_room, memory_limits
-from penstock.config.schema import EngineOptions, balancing
-from penstock.config.speculation import METHODS, speculation
+from penstock.config.schema import METHODS, EngineOptions, balancing
+from penstock.config.speculation import speculation
 from penstock.core.errors import ConfigError
 from penstock.core.plan import Ints, StepPlan
 from penstock.core.rank import DeviceFacts, Loaded, Prepared, Survey
