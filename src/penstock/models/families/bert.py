@@ -1,5 +1,5 @@
 """BERT, RoBERTa and XLM-R: encoders with learned positions, a norm after each sum, and labels of the first token. In `LIKE`
-those of this shape that rotate (NomicBERT, Jina 3) or slope (Jina 2) instead; and ModernBERT."""
+those of this shape that rotate (NomicBERT, Jina 3) or slope (Jina 2) instead."""
 
 from dataclasses import replace
 from functools import partial
@@ -83,36 +83,6 @@ def nomic(config: Config) -> ModelSpec:
     return spec(config.renamed(**_NOMIC), theta=1000.0, gated=True, bias=False)
 
 
-def modern(config: Config) -> ModelSpec:
-    """It rotates, gates and norms first. Two layers of three see only what is near on either side."""
-    norm = parts.layer_norm(config, "norm_eps", bias=config.flag("norm_bias", False))
-    bias, every = config.flag("attention_bias", False), config.integer("global_attn_every_n_layers", 3)
-    mlp = parts.gated_mlp(config, activation="hidden_activation", bias=config.flag("mlp_bias", False))
-    turns = (rope(config, parts.head_size(config), layer_type=f"{kind}_attention", theta=config.number(name, theta))
-             for kind, name, theta in (("sliding", "local_rope_theta", 10000.0), ("full", "global_rope_theta", 160000.0)))
-    near, far = (parts.attention(config, rope=turn, bias=bias, causal=False) for turn in turns)
-    # Half of `local_attention` is seen on each side, and a window counts the token itself.
-    windows = config.windows(lambda layer: layer % every != 0, config.integer("local_attention", 128) // 2 + 1)
-    blocks = [family.BlockSpec(((BranchSpec(mixer, pre=norm if layer else None),), (BranchSpec(mlp, pre=norm),)))
-              for layer, mixer in enumerate(parts.sliding(near, windows, far))]
-    activation = config.choice("classifier_activation", family.ACTIVATIONS)
-    dense = family.DenseSpec(activation, config.flag("classifier_bias", False), norm)
-    mean = config.choice("classifier_pooling", {"cls": "cls", "mean": "mean"}) == "mean"
-    return parts.decoder(config, blocks, norm, embedding=EmbeddingSpec(norm=norm),
-                         head=HeadSpec(tied=False, bias=True, dense=dense, mean=mean))
-
-
-MODERN = (
-    Rule("[model.]embeddings.tok_embeddings.weight", "embedding.weight"),
-    Rule("[model.]embeddings.norm.*", "embedding.norm.*"),
-    *Rule.named("[model.]layers.#.", {
-        "attn_norm.*": "attention.pre.*", "attn.Wqkv.*": "attention.qkv.*", "attn.Wo.*": "attention.o.*",
-        "mlp_norm.*": "mlp.pre.*", "mlp.Wi.*": "mlp.gate_up.*", "mlp.Wo.*": "mlp.down.*"}),
-    Rule("[model.]final_norm.*", "norm.*"),
-    Rule("head.dense.*", "head.dense.*"),
-    Rule("head.norm.*", "head.norm.*"),
-    Rule("classifier.*", "head.*"),
-    Rule("decoder.*", None))
 LIKE = (
     Like(("NomicBertModel", "NomicBertForMaskedLM"), ("nomic_bert",),
          {**DEFAULTS, "hidden_act": "silu", "max_position_embeddings": 2048}, nomic, RULES, TASK),
@@ -120,7 +90,4 @@ LIKE = (
          {**DEFAULTS, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": 8194},
          partial(spec, theta=20000.0), RULES, TASK),
     Like(("JinaBertModel", "JinaBertForMaskedLM"), ("jina_bert",), {**DEFAULTS, "position_embedding_type": "alibi"},
-         partial(spec, sloped=True, gated=True), RULES, TASK),
-    Like(("ModernBertModel", "ModernBertForMaskedLM"), ("modernbert",),
-         {"hidden_activation": "gelu", "classifier_activation": "gelu", "classifier_pooling": "cls",
-          "max_position_embeddings": 8192}, modern, MODERN, TASK))
+         partial(spec, sloped=True, gated=True), RULES, TASK))

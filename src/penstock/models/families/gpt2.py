@@ -1,9 +1,8 @@
-"""GPT-2, GPT-BigCode (StarCoder, SantaCoder), GPT-Neo, GPT-J and OPT: LayerNorms and biases; learned positions but in GPT-J."""
+"""GPT-2, GPT-BigCode (StarCoder, SantaCoder), GPT-Neo and GPT-J: LayerNorms and biases; learned positions but in GPT-J."""
 
 from collections.abc import Mapping
 from functools import partial
 
-from penstock.models import family
 from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, RopeSpec, Rule, parts
 from penstock.models.rules import Change, by_group, transposed
 
@@ -85,36 +84,9 @@ def j(config: Config) -> ModelSpec:
                          same=True, head=HeadSpec(config.flag("tie_word_embeddings", False), bias=True))
 
 
-def opt(config: Config) -> ModelSpec:
-    """Positions from 2 on."""
-    if not config.flag("do_layer_norm_before", True):
-        raise config.wrong("do_layer_norm_before", "true: norms after each sum (OPT-350m) are not there")
-    config.absent("_remove_final_layer_norm")
-    width = config.integer("hidden_size")
-    if config.integer("word_embed_proj_dim", width) != width:
-        raise config.wrong("word_embed_proj_dim", f"hidden_size ({width})")
-    norm = family.LayerNormSpec(1e-5, *([config.flag("layer_norm_elementwise_affine", True)] * 2))
-    bias = config.flag("enable_bias", True)
-    attention = parts.attention(config, rope=None, bias=bias)
-    mlp = parts.plain_mlp(config, activation="activation_function", inner="ffn_dim", bias=bias)
-    return parts.layered(config, attention, mlp, norm, embedding=EmbeddingSpec(
-        positions=config.integer("max_position_embeddings"), first_position=2))
-
-
-_DECODER = "[model.]decoder."
-OPT = (
-    Rule(_DECODER + "embed_tokens.weight", "embedding.weight"),
-    Rule(_DECODER + "embed_positions.weight", "positions.weight"),
-    *Rule.named(_DECODER + "layers.#.", {"self_attn_layer_norm.*": "attention.pre.*", "self_attn.q_proj.*": "attention.q.*",
-        "self_attn.k_proj.*": "attention.k.*", "self_attn.v_proj.*": "attention.v.*", "self_attn.out_proj.*": "attention.o.*",
-        "final_layer_norm.*": "mlp.pre.*", "fc1.*": "mlp.up.*", "fc2.*": "mlp.down.*"}),
-    Rule(_DECODER + "final_layer_norm.*", "norm.*"),
-    Rule("lm_head.weight", "head.weight"))
 LIKE = (
     Like(("GPTBigCodeForCausalLM",), ("gpt_bigcode",), {**DEFAULTS, "activation_function": "gelu_pytorch_tanh"},
          partial(spec, joined=True), BIGCODE),
     Like(("GPTNeoForCausalLM",), ("gpt_neo",),
          {"activation_function": "gelu_new", "max_position_embeddings": 2048, "tie_word_embeddings": True}, neo, NEO),
-    Like(("GPTJForCausalLM",), ("gptj",), {"activation_function": "gelu_new", "max_position_embeddings": 2048}, j, J),
-    Like(("OPTForCausalLM",), ("opt",),
-         {"activation_function": "relu", "max_position_embeddings": 2048, "tie_word_embeddings": True}, opt, OPT))
+    Like(("GPTJForCausalLM",), ("gptj",), {"activation_function": "gelu_new", "max_position_embeddings": 2048}, j, J))

@@ -1,8 +1,7 @@
-"""GPT-NeoX and Pythia, and in `LIKE` BLOOM, Falcon and MPT, whose matrices hold queries, keys and values, too."""
+"""GPT-NeoX and Pythia, and in `LIKE` BLOOM and Falcon, whose matrices have the same names and hold queries, keys and values."""
 
 import torch
 
-from penstock.models import family
 from penstock.models.family import Config, EmbeddingSpec, Like, MLPSpec, ModelSpec, Rule, by_group, interleaved, parts, rope
 from penstock.models.rules import Change
 
@@ -71,36 +70,8 @@ def falcon(config: Config) -> ModelSpec:
                          same=not beside and (new or config.flag("parallel_attn", True)))
 
 
-def mpt(config: Config) -> ModelSpec:
-    """ALiBi, LayerNorms without bias, no biases."""
-    config = config.renamed(d_model="hidden_size", n_heads="num_attention_heads", n_layers="num_hidden_layers")
-    given = Config(config.values.get("attn_config") or {})
-    given.absent("prefix_lm", "qk_ln", "attn_uses_sequence_id")
-    if not given.flag("alibi", True):
-        raise given.wrong("alibi", "true: learned positions are not there")
-    if not config.flag("no_bias", True):
-        raise config.wrong("no_bias", "true")
-    config.absent("logit_scale")
-    width, norm = config.integer("hidden_size"), parts.layer_norm(config, "layer_norm_epsilon", bias=False)
-    slopes = parts.slopes(config.integer("num_attention_heads"), most=given.integer("alibi_bias_max", 8))
-    attention = parts.attention(config, rope=None, scale=given.number("softmax_scale", parts.head_size(config) ** -0.5),
-                                slopes=slopes, clip=given.nullable_number("clip_qkv", 0.0))
-    # transformers' modules have this ratio whatever the config says.
-    return parts.layered(config, attention, MLPSpec(width, 4 * width, "gelu", gated=False), norm,
-                         head=family.HeadSpec(config.flag("tie_word_embeddings", True)),
-                         max_positions=config.integer("max_seq_len", 2048))
-
-
-MPT = (
-    Rule("[transformer.]wte.weight", "embedding.weight"),
-    *Rule.named("[transformer.]blocks.#.", {"norm_1.weight": "attention.pre.weight", "attn.Wqkv.weight": "attention.qkv.weight",
-        "attn.out_proj.weight": "attention.o.weight", "norm_2.weight": "mlp.pre.weight", "ffn.up_proj.weight": "mlp.up.weight",
-        "ffn.down_proj.weight": "mlp.down.weight"}),
-    Rule("[transformer.]norm_f.weight", "norm.weight"),
-    Rule("lm_head.weight", "head.weight"))
 LIKE = (
     Like(("BloomForCausalLM",), ("bloom",), {"tie_word_embeddings": True}, bloom, _rules(interleaved)),
     Like(("FalconForCausalLM", "RWForCausalLM"), ("falcon", "RefinedWeb", "RefinedWebModel"),
          {"activation": "gelu", "max_position_embeddings": 2048, "tie_word_embeddings": True}, falcon,
-         _rules(by_group, ln_attn="attention.pre", ln_mlp="mlp.pre")),
-    Like(("MptForCausalLM", "MPTForCausalLM"), ("mpt",), {}, mpt, MPT))
+         _rules(by_group, ln_attn="attention.pre", ln_mlp="mlp.pre")))

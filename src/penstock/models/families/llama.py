@@ -170,50 +170,6 @@ def smollm3(config: Config) -> ModelSpec:
                 windows=lambda config: config.windows(lambda layer: not turns[layer], width))
 
 
-def chatglm(config: Config) -> ModelSpec:
-    """Generations 2 and 3, and GLM-4 in its first form: GLM-4 with matrices merged and names of its own."""
-    config.absent("apply_residual_connection_post_layernorm", "add_bias_linear")
-    if not config.flag("rmsnorm", True):
-        raise config.wrong("rmsnorm", "true")
-    norm = family.RMSNormSpec(config.number("layernorm_epsilon", 1e-5))
-    width, heads, size = config.integer("hidden_size"), config.integer("num_attention_heads"), config.integer("kv_channels")
-    kv_heads = config.integer("multi_query_group_num") if config.flag("multi_query_attention", False) else heads
-    turn = RopeSpec(10000.0 * config.number("rope_ratio", 1.0), size // 2, interleaved=True)
-    attention = family.AttentionSpec(width, heads, kv_heads, size, size**-0.5, turn, bias=config.flag("add_qkv_bias", False))
-    config = config.changed(vocab_size=config.integer("padded_vocab_size"), num_hidden_layers=config.integer("num_layers"))
-    return parts.layered(config, attention, family.MLPSpec(width, config.integer("ffn_hidden_size"), "silu"), norm,
-                         head=family.HeadSpec(False), max_positions=config.integer("seq_length"))
-
-
-def glm4(config: Config) -> ModelSpec:
-    """GLM-4 (9B) and GLM-4-0414: interleaved partial rotation; 0414 has norms after its branches, too."""
-    return spec(config, fraction=0.5, interleaved=True, post=config.named("Glm4ForCausalLM", "glm4"))
-
-
-def olmo3(config: Config) -> ModelSpec:
-    """Layers slide but every fourth; scaled rotations are those of full layers alone."""
-    size, given = parts.head_size(config), config.values.get("rope_parameters")
-    far = rope(config, size, layer_type="full_attention", theta=500000.0)
-    nested = isinstance(given, dict) and "sliding_attention" in given
-    near = (rope(config, size, layer_type="sliding_attention", theta=500000.0) if nested else
-            replace(far, scaling=family.NoScaling()))
-    return spec(config, normed="whole", turn=near, full={"rope": far}, pre=False, post=True,
-                windows=slides(lambda layer: (layer + 1) % 4 != 0),
-                max_positions=far.scaling.reach(config.integer("max_position_embeddings")))
-
-
-def exaone4(config: Config, **more: Any) -> ModelSpec:
-    """If some layers slide, the others do not rotate. `sliding_window_pattern`: "LLLG", or every n-th layer is global."""
-    layers, pattern = config.integer("num_hidden_layers"), config.values.get("sliding_window_pattern", 4)
-    if isinstance(pattern, str):
-        local = [pattern[i % len(pattern)] == "L" and i < layers - 1 for i in range(layers)]
-    else:
-        local = [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
-    return spec(config, normed="before", windows=slides(local.__getitem__),
-                full={"rope": None} if config.nullable_integer("sliding_window", 4096) else {},
-                **more or {"pre": False, "post": True})
-
-
 APERTUS = (
     *Rule.named("model.layers.#.", {"attention_layernorm.weight": "attention.pre.weight",
         "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", rules.flat)}),
@@ -222,22 +178,9 @@ BAICHUAN = (
     Rule("lm_head.weight", "head.weight", _normalised),
     Rule("model.layers.#.self_attn.W_pack.weight", "blocks.#.attention.qkv.weight"),
     *rules.LLAMA)
-CHATGLM = (
-    Rule("transformer.embedding.word_embeddings.weight", "embedding.weight"),
-    Rule("transformer.rotary_pos_emb.inv_freq", None),
-    *Rule.named("transformer.encoder.layers.#.", {"input_layernorm.weight": "attention.pre.weight",
-        "self_attention.query_key_value.*": "attention.qkv.*", "self_attention.dense.*": "attention.o.*",
-        "post_attention_layernorm.weight": "mlp.pre.weight", "mlp.dense_h_to_4h.*": "mlp.gate_up.*",
-        "mlp.dense_4h_to_h.*": "mlp.down.*"}),
-    Rule("transformer.encoder.final_layernorm.weight", "norm.weight"),
-    Rule("transformer.output_layer.weight", "head.weight"))
 COHERE = (
     Rule("model.layers.#.self_attn.q_norm.weight", "blocks.#.attention.q_norm.weight", rules.flat),
     Rule("model.layers.#.self_attn.k_norm.weight", "blocks.#.attention.k_norm.weight", rules.flat),
-    *rules.LLAMA)
-GLM4 = (
-    *Rule.named("model.layers.#.", {"mlp.gate_up_proj.*": "mlp.gate_up.*",
-        "post_self_attn_layernorm.weight": "attention.post.weight", "post_mlp_layernorm.weight": "mlp.post.weight"}),
     *rules.LLAMA)
 HUNYUAN = (
     Rule("model.layers.#.self_attn.query_layernorm.weight", "blocks.#.attention.q_norm.weight"),
@@ -250,13 +193,6 @@ INTERNLM = (
     *Rule.named("model.layers.#.", {"attention.wqkv.*": ("attention.qkv.*", rules.by_group), "attention.wo.*": "attention.o.*",
         "attention_norm.weight": "attention.pre.weight", "feed_forward.w1.*": "mlp.gate.*", "feed_forward.w3.*": "mlp.up.*",
         "feed_forward.w2.*": "mlp.down.*", "ffn_norm.weight": "mlp.pre.weight"}))
-OLMO = (
-    *rules.EMBEDDING,
-    *rules.ATTENTION,
-    *rules.MLP,
-    Rule("model.layers.#.post_attention_layernorm.weight", "blocks.#.attention.post.weight"),
-    Rule("model.layers.#.post_feedforward_layernorm.weight", "blocks.#.mlp.post.weight"))
-OLMO_SIZES = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 PERSIMMON = (
     *Rule.named("model.layers.#.", {"self_attn.query_key_value.*": ("attention.qkv.*", rules.interleaved),
         "self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
@@ -291,7 +227,6 @@ LIKE = (
     Like(("ArceeForCausalLM",), ("arcee",), {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
          partial(spec, mlp=parts.plain_mlp)),
     Like(("BaichuanForCausalLM", "BaiChuanForCausalLM"), ("baichuan",), {"max_position_embeddings": 4096}, baichuan, BAICHUAN),
-    Like(("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM"), ("chatglm",), {}, chatglm, CHATGLM),
     Like(("CohereForCausalLM", "Cohere2ForCausalLM"), ("cohere", "cohere2"), {"max_position_embeddings": 8192}, cohere, COHERE),
     Like(("CwmForCausalLM",), ("cwm",),
          {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
@@ -305,16 +240,6 @@ LIKE = (
          {"max_position_embeddings": 4096, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
          lambda config: spec(config.renamed(num_layers="num_hidden_layers", layer_norm_epsilon="rms_norm_eps",
                                             activation_function="hidden_act"), theta=500000.0), RULES),
-    Like(("ExaoneMoeForCausalLM",), ("exaone_moe",),
-         {**OLMO_SIZES, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "num_shared_experts": 1,
-          "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
-         lambda config: exaone4(config.renamed(num_shared_experts="n_shared_experts"), mlps=parts.dense_then_experts),
-         (Rule("mtp.**", None), Rule("model.layers.#.mlp.e_score_correction_bias", "blocks.#.mlp.correction"), *rules.EXPERTS,
-          *rules.LLAMA)),
-    Like(("Exaone4ForCausalLM",), ("exaone4",), {**OLMO_SIZES, "num_key_value_heads": 32}, exaone4, OLMO),
-    Like(("GlmForCausalLM", "Glm4ForCausalLM"), ("glm", "glm4"),
-         {"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07,
-          "attention_bias": True, "attention_out_bias": False}, glm4, GLM4),
     Like(("GraniteForCausalLM",), ("granite",), DEFAULTS, granite),
     Like(("GraniteSWAForCausalLM",), ("granite_swa",),
          {"max_position_embeddings": 8192, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
@@ -343,8 +268,6 @@ LIKE = (
          rules.LAYER_NORM_LLAMA),
     Like(("OlmoForCausalLM",), ("olmo",), DEFAULTS,
          partial(spec, norm=lambda _config: family.LayerNormSpec(1e-5, bias=False, weight=False))),
-    Like(("Olmo2ForCausalLM",), ("olmo2",), OLMO_SIZES, partial(spec, normed="whole", pre=False, post=True), OLMO),
-    Like(("Olmo3ForCausalLM",), ("olmo3",), OLMO_SIZES, olmo3, OLMO),
     Like(("PersimmonForCausalLM",), ("persimmon",),
          {"hidden_act": "relu2", "max_position_embeddings": 16384, "attention_bias": True, "mlp_bias": True}, persimmon,
          PERSIMMON),

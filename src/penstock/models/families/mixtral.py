@@ -4,11 +4,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from penstock.models import family
-from penstock.models.families import llama
-from penstock.models.family import Config, Like, MixerSpec, ModelSpec, QueryKeyNorm, Routing, Rule, parts, rope, rules
+from penstock.models.families import llama, olmo
+from penstock.models.family import Config, Like, MixerSpec, ModelSpec, Routing, Rule, parts, rope, rules
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)
@@ -213,49 +211,6 @@ def _one_scale(config: Config) -> Config:
     return config.changed(**{name: {**scaled, "attention_factor": given["short_mscale"]}})
 
 
-def gpt_oss(config: Config) -> ModelSpec:
-    """Attention sinks, a window in every second layer, and experts with biases whose activation is clamped."""
-    glu = family.Glu("silu", config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0), 1.0)
-    mixture = replace(parts.experts(config, parts.routing(config, "softmax_after"), inner="intermediate_size"), bias=True,
-                      router_bias=True, glu=glu)
-    return llama.spec(config, theta=150000.0, mlps=lambda _config: mixture, attends={"sinks": True},
-                      windows=llama.slides(lambda layer: layer % 2 == 0, 128))
-
-
-def _halves(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
-    """[E, inputs, 2 F] or [E, 2 F], a gate beside its up, to the experts' rows [E * 2 F, inputs] or [E * 2 F], gates first."""
-    rows = tensor if tensor.dim() == 2 else tensor.transpose(1, 2)
-    return rows.reshape(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2).flatten(0, 2)
-
-
-def llama4(config: Config) -> ModelSpec:
-    """Interleaved rotation but in every fourth layer, normed queries and keys, experts fed with weighted inputs.
-
-    Rotating layers attend within chunks of `attention_chunk_size` positions, and the others scale queries from `floor_scale`
-    positions on. Both begin behind the context that is offered here, so attention is plain."""
-    norm, bias, layers = parts.rms_norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
-    turn = rope(config, parts.head_size(config), theta=500000.0, interleaved=True)
-    every, step = config.integer("no_rope_layer_interval", 4), config.integer("interleave_moe_layer_step", 1)
-    config = config.changed(no_rope_layers=config.values.get("no_rope_layers") or None)  # an empty list says nothing
-    turns = config.layers("no_rope_layers", 0, 1, lambda layer: (layer + 1) % every != 0)
-    sparse = config.values.get("moe_layers", range(step - 1, layers, step))
-    mixture = replace(parts.experts(config, parts.routing(config, "sigmoid_after"), inner="intermediate_size",
-                                    shared_inner=config.integer("intermediate_size")), inward=True)
-    mlp = parts.gated_mlp(config.changed(intermediate_size=config.integer("intermediate_size_mlp")))
-    # Without weights, the norm after the rotation is that before it, but for the rotation's amplitude, which it takes away.
-    heads = QueryKeyNorm(family.RMSNormSpec(norm.eps, weight=False)) if config.flag("use_qk_norm", True) else None
-    scaling: Any = turn.scaling
-    if heads and scaling.amplitude() != 1.0:
-        turn = replace(turn, scaling=replace(scaling, attention_factor=1.0))
-    attentions = [parts.attention(config, rope=turn if turned else None, norm=heads if turned else None, bias=bias)
-                  for turned in turns]
-    mlps = [mixture if i in sparse else mlp for i in range(layers)]
-    plain = min(config.nullable_integer("attention_chunk_size", 8192) or 1 << 30, config.integer("max_position_embeddings"))
-    if config.values.get("attn_temperature_tuning", True):  # published configs say 4
-        plain = min(plain, config.integer("floor_scale") - 1)
-    return parts.layered(config, attentions, mlps, norm, max_positions=plain)
-
-
 AFMOE = (
     *Rule.named("model.layers.#.", {"self_attn.gate_proj.*": "attention.gate.*",
         "post_attention_layernorm.weight": "attention.post.weight", "pre_mlp_layernorm.weight": "mlp.pre.weight",
@@ -282,20 +237,6 @@ HUNYUAN3 = (
         "e_score_correction_bias": "mlp.correction", **_SHARED}),
     *rules.EXPERTS,
     *rules.LLAMA)
-GPT_OSS = (
-    *Rule.named("model.layers.#.mlp.", {"router.*": "mlp.router.*",
-        "experts.gate_up_proj": ("mlp.experts.gate_up.weight", _halves),
-        "experts.gate_up_proj_bias": ("mlp.experts.gate_up.bias", _halves),
-        "experts.down_proj": ("mlp.experts.down.weight", rules.stacked_transposed),
-        "experts.down_proj_bias": "mlp.experts.down.bias"}),
-    *rules.LLAMA)
-LLAMA4 = rules.text_part((
-    *Rule.named("model.layers.#.feed_forward.", {"router.weight": "mlp.router.weight",
-        "experts.gate_up_proj": ("mlp.experts.gate_up.weight", rules.stacked_transposed),
-        "experts.down_proj": ("mlp.experts.down.weight", rules.stacked_transposed),
-        **rules.projections("shared_expert", "mlp.shared")}),
-    *Rule.named("model.layers.#.", rules.projections("feed_forward", "mlp")),
-    *rules.LLAMA))
 ERNIE = (
     Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
     Rule("lm_head.bias", "head.bias"),
@@ -355,15 +296,6 @@ LIKE = (
           "num_experts_per_tok": 6, "moe_intermediate_size": 512, "norm_topk_prob": True,
           "shared_expert_intermediate_size": 1024, "mlp_only_layers": [0, 1]}, flint,
          (Rule("model.layers.#.self_attn.softmax_offset", "blocks.#.attention.sinks"), *rules.QWEN_EXPERTS, *rules.LLAMA)),
-    Like(("GptOssForCausalLM",), ("gpt_oss",),
-         {"max_position_embeddings": 131072, "head_dim": 64, "rms_norm_eps": 1e-5, "num_experts_per_tok": 4,
-          "attention_bias": True, "num_key_value_heads": 8,
-          "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}},
-         gpt_oss, GPT_OSS),
-    Like(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), ("llama4_text", "llama4"),
-         {"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
-          "num_experts_per_tok": 1, "num_local_experts": 16, "intermediate_size_mlp": 16384, "attention_chunk_size": 8192,
-          "floor_scale": 8192}, llama4, LLAMA4),
     Like(("MiniMaxM2ForCausalLM",), ("minimax_m2",),
          {"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8,
           "num_local_experts": 256}, minimax_m2,
@@ -373,13 +305,13 @@ LIKE = (
          "num_local_experts": 64, "num_experts_per_tok": 8}, olmoe, EXPERTS),
     Like(("FlexOlmoForCausalLM",), ("flex_olmo",),
          {"max_position_embeddings": 4096, "num_local_experts": 7, "num_experts_per_tok": 5},
-         partial(olmoe, theta=500000.0, pre=False, post=True), (*rules.EXPERTS, *llama.OLMO)),
+         partial(olmoe, theta=500000.0, pre=False, post=True), (*rules.EXPERTS, *olmo.RULES)),
     Like(("SolarOpenForCausalLM",), ("solar_open",), {**GLM, "head_dim": 128, "moe_intermediate_size": 1280,
          "first_k_dense_replace": 0}, partial(llama.spec, mlps=parts.dense_then_experts, theta=1000000.0), EXPERTS),
     Like(("Ernie4_5_MoeForCausalLM", "Ernie4_5_MoEForCausalLM"), ("ernie4_5_moe",),
          {"max_position_embeddings": 131072, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "moe_num_experts": 64,
           "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
           "moe_layer_end_index": -1}, ernie4_5, ERNIE),
-    Like(("HunYuanMoEV1ForCausalLM",), ("hunyuan_v1_moe",), llama.OLMO_SIZES, hunyuan, HUNYUAN),
+    Like(("HunYuanMoEV1ForCausalLM",), ("hunyuan_v1_moe",), olmo.DEFAULTS, hunyuan, HUNYUAN),
     Like(("PhimoeForCausalLM", "PhiMoEForCausalLM"), ("phimoe",),
          {**DEFAULTS, "num_local_experts": 16, "router_jitter_noise": 0.01}, phi, PHI))

@@ -1,0 +1,32 @@
+"""OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
+
+from penstock.models.family import Config, EmbeddingSpec, LayerNormSpec, ModelSpec, Rule, parts
+
+ARCHITECTURES = ("OPTForCausalLM",)
+MODEL_TYPES = ("opt",)
+DEFAULTS = {"activation_function": "relu", "max_position_embeddings": 2048, "tie_word_embeddings": True}
+_DECODER = "[model.]decoder."
+_LAYER = _DECODER + "layers.#."
+RULES = (
+    Rule(_DECODER + "embed_tokens.weight", "embedding.weight"),
+    Rule(_DECODER + "embed_positions.weight", "positions.weight"),
+    *Rule.named(_LAYER, {"self_attn_layer_norm.*": "attention.pre.*", "self_attn.q_proj.*": "attention.q.*",
+        "self_attn.k_proj.*": "attention.k.*", "self_attn.v_proj.*": "attention.v.*", "self_attn.out_proj.*": "attention.o.*",
+        "final_layer_norm.*": "mlp.pre.*", "fc1.*": "mlp.up.*", "fc2.*": "mlp.down.*"}),
+    Rule(_DECODER + "final_layer_norm.*", "norm.*"),
+    Rule("lm_head.weight", "head.weight"))
+
+
+def spec(config: Config) -> ModelSpec:
+    if not config.flag("do_layer_norm_before", True):
+        raise config.wrong("do_layer_norm_before", "true: norms after each sum (OPT-350m) are not there")
+    config.absent("_remove_final_layer_norm")
+    width = config.integer("hidden_size")
+    if config.integer("word_embed_proj_dim", width) != width:
+        raise config.wrong("word_embed_proj_dim", f"hidden_size ({width})")
+    norm = LayerNormSpec(1e-5, *([config.flag("layer_norm_elementwise_affine", True)] * 2))
+    bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
+    attention = parts.attention(config, rope=None, bias=bias)
+    mlp = parts.plain_mlp(config, activation="activation_function", inner="ffn_dim", bias=bias)
+    return parts.layered(config, attention, mlp, norm, max_positions=positions,
+                         embedding=EmbeddingSpec(positions=positions, first_position=2))
