@@ -26,11 +26,9 @@ def spec(config: Config) -> ModelSpec:
     norm, bias, layers = parts.rms_norm(config), config.flag("attention_bias", False), config.integer("num_hidden_layers")
     turn = rope(config, parts.head_size(config), theta=500000.0, interleaved=True)
     every, step = config.integer("no_rope_layer_interval", 4), config.integer("interleave_moe_layer_step", 1)
-    turns = [(i + 1) % every != 0 for i in range(layers)]
-    if config.values.get("no_rope_layers"):  # an empty list says nothing
-        turns = config.listing("no_rope_layers", layers, (0, 1).__contains__, "0 or 1") or turns
-    sparse = config.values.get("moe_layers")
-    sparse = range(step - 1, layers, step) if sparse is None else sparse
+    config = config.changed(no_rope_layers=config.values.get("no_rope_layers") or None)  # an empty list says nothing
+    turns = config.layers("no_rope_layers", 0, 1, lambda layer: (layer + 1) % every != 0)
+    sparse = config.values.get("moe_layers", range(step - 1, layers, step))
     mixture = replace(parts.experts(config, parts.routing(config, "sigmoid_after"), inner="intermediate_size",
                                     shared_inner=config.integer("intermediate_size")), inward=True)
     mlp = parts.gated_mlp(config.changed(intermediate_size=config.integer("intermediate_size_mlp")))
