@@ -77,11 +77,6 @@ class Cache:
         self._loaded = 0
         """Bytes loaded from other tiers."""
 
-    @property
-    def model(self) -> str | None:
-        """The name of the weights in content keys; None if it is not known yet."""
-        return self.index.model
-
     def name(self, model: str) -> None:
         """Sets the identity of the weights. From now on pages are saved to tiers, loaded from them and published as KV events;
         pages that are on the device already are offered and published at once."""

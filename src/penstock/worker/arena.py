@@ -23,9 +23,9 @@ class Arena:
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         self.layout = layout
         # Not zeroed: on a CPU only pages that are used become resident.
-        self._bytes = own_pages(layout.nbytes) if device.type == "cpu" else torch.empty(
+        self.whole = own_pages(layout.nbytes) if device.type == "cpu" else torch.empty(
             layout.nbytes, dtype=torch.uint8, device=device)
-        self.pages = [self._bytes.as_strided((layout.slabs * group.per_slab, group.page_bytes), (group.stride, 1))
+        self.pages = [self.whole.as_strided((layout.slabs * group.per_slab, group.page_bytes), (group.stride, 1))
                        for group in layout.groups]
         """By group [page, byte]."""
 
@@ -49,17 +49,13 @@ class Arena:
             inner = (*field.shape[:-1], self.layout.page // field.stripes, *field.shape[-1:])
         strides = [math.prod(inner[i + 1:]) for i in range(len(inner))]
         shape = (self.layout.slabs * group.per_slab, *inner)
-        return self._bytes.view(dtype).as_strided(shape, (group.stride // dtype.itemsize, *strides), offset // dtype.itemsize)
+        return self.whole.view(dtype).as_strided(shape, (group.stride // dtype.itemsize, *strides), offset // dtype.itemsize)
 
     def stretch(self, group: int, first: int, count: int) -> torch.Tensor:
         """The bytes of consecutive pages, including the gaps between them. The size is equal in any arena of this layout."""
         cut = self.layout.groups[group]
         start = first * cut.stride
-        return self._bytes[start:start + (count - 1) * cut.stride + cut.page_bytes]
-
-    @property
-    def whole(self) -> torch.Tensor:
-        return self._bytes
+        return self.whole[start:start + (count - 1) * cut.stride + cut.page_bytes]
 
     def copy(self, moves: Sequence[Move]) -> None:
         """Performs page copies in order."""

@@ -148,7 +148,7 @@ def test_a_name_that_comes_later() -> None:
     journal.take()
     run(cache, request(*range(20, 33)))
     run(cache, request(*range(20, 29), *range(40, 50)))
-    assert not journal.take() and cache.model is None
+    assert not journal.take() and cache.index.model is None
     cache.name("m")
     stored = [event for event in journal.take() if isinstance(event, BlockStored)]
     known: set[bytes | int | None] = {None}
