@@ -29,10 +29,7 @@ def sampling_params(body: p.GenerationFields, defaults: Mapping[str, Any], max_t
     beams = _beams(body)
     # A model's own defaults are about drawing tokens, which beam search does not do.
     said: dict[str, Any] = beams or {name: value for name, value in defaults.items() if name != "max_tokens"}
-    for name in SAME_NAME:
-        value = getattr(body, name)
-        if value is not None:
-            said[name] = value
+    said |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logprob_token_ids and logprobs is None:
         raise RequestError("logprobs must be asked for when using `logprob_token_ids`", param="logprob_token_ids")
     structure = structure_of(body)
