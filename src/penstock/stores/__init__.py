@@ -42,16 +42,6 @@ class Store(Protocol):
         """Closes connections. The pages stay."""
 
 
-def fill(parts: Sequence[memoryview], data: bytes | bytearray) -> int:
-    """Copies `data` into the parts in order, up to their total size, and returns the number of bytes copied."""
-    done = 0
-    for part in parts:
-        piece = data[done:done + part.nbytes]
-        part[:len(piece)] = piece
-        done += len(piece)
-    return done
-
-
 class Listing:
     """Finds what has changed in a store that can only list everything."""
 

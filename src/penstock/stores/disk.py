@@ -40,19 +40,13 @@ class DiskStore:
         self._put(self._bucket(name), _file(name), parts)
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
-        with self.folder.directory(*self._bucket(name)) as bucket:
-            file = os.open(_file(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=bucket)
-        try:
-            return _fill(file, parts)
-        finally:
-            os.close(file)
-
-    def path(self, name: PageName) -> Path:
-        """The path of a page, which need not exist."""
-        return Path(self.files([name])[0])
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        with self.folder.directory(*self._bucket(name)) as bucket, open(
+                _file(name), "rb", opener=lambda path, _: os.open(path, flags, dir_fd=bucket)) as file:
+            return sum(map(file.readinto, parts))
 
     def files(self, names: Sequence[PageName]) -> list[str]:
-        """The paths of several pages, as text."""
+        """The paths of these pages, which need not exist, as text."""
         return [f"{self._home}/{key[:2]}/{key}-{group}" for group, key in ((name[0], name[1].hex()) for name in names)]
 
     def touch(self, name: PageName) -> None:
@@ -155,18 +149,6 @@ def _drain(file: int, parts: Sequence[memoryview]) -> None:
         if done == 0:
             raise OSError(errno.ENOSPC, "the disk takes no more")
         left = _rest(left, done)
-
-
-def _fill(file: int, parts: Sequence[memoryview]) -> int:
-    """Reads as much as there is and fits."""
-    left, done = list(parts), 0
-    while left:
-        got = os.readv(file, left)
-        if got == 0:
-            break
-        done += got
-        left = _rest(left, got)
-    return done
 
 
 def _rest(parts: list[memoryview], done: int) -> list[memoryview]:

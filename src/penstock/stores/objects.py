@@ -4,6 +4,7 @@ fsspec comes with the extra `remote`; a protocol may need a package of its own (
 size is the bucket's affair (its lifecycle rules); nothing is deleted here but what is broken."""
 
 import importlib
+import io
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from uuid import uuid4
 
 from penstock.core.errors import ConfigError
 from penstock.core.plan import PageName
-from penstock.stores import Entry, Listing, fill
+from penstock.stores import Entry, Listing
 from penstock.stores.folder import parse
 from penstock.stores.version import Version
 
@@ -57,7 +58,8 @@ class ObjectStore:
 
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
         # Read no more than fits: the object may have any size.
-        return fill(parts, self._files.cat_file(self._path(name), start=0, end=sum(part.nbytes for part in parts)))
+        data = self._files.cat_file(self._path(name), start=0, end=sum(part.nbytes for part in parts))
+        return sum(map(io.BytesIO(data).readinto, parts))
 
     def touch(self, name: PageName) -> None:
         """Does nothing: buckets do not track the order of use."""

@@ -162,9 +162,7 @@ class _Connection:
             raise ValueError(f"a value of {nbytes} bytes where a page has {most}")
         done = 0
         for part in parts:
-            piece = part[:min(part.nbytes, nbytes - done)]
-            self._into(piece)
-            done += piece.nbytes
+            done += self._file.readinto(part[:nbytes - done])
         self._exactly(nbytes - done + 2)
         return done
 
@@ -221,13 +219,6 @@ class _Connection:
         if len(data) < nbytes:
             raise ConnectionError("the server has closed the connection")
         return data
-
-    def _into(self, piece: memoryview) -> None:
-        while piece.nbytes:
-            got = self._file.readinto(piece)
-            if not got:
-                raise ConnectionError("the server has closed the connection")
-            piece = piece[got:]
 
 
 class _Incoming(io.RawIOBase):

@@ -14,7 +14,7 @@ from penstock.cli.main import main
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import INCOMING, SUBFOLDER, claim
 from penstock.stores.record import HEADER_BYTES
-from tests.unit.stores.pages import get, name, page, put, version
+from tests.unit.stores.pages import get, name, page, path_of, put, version
 
 SIZE = 3000 + HEADER_BYTES
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
         for i in numbers:
             put(store, found, i)
             then = time.time() - 3600 * i - 10
-            os.utime(store.path(name(i)), (then, then))
+            os.utime(path_of(store, name(i)), (then, then))
     return tmp_path
 
 
@@ -75,17 +75,17 @@ def test_rm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache(capsys, "verify", str(folder)) == {"checked": 8, "broken": []}
     store = DiskStore(claim(str(folder)), version())
-    flipped = bytearray(store.path(name(1)).read_bytes())
+    flipped = bytearray(path_of(store, name(1)).read_bytes())
     flipped[200] ^= 1
-    store.path(name(1)).write_bytes(flipped)
-    store.path(name(2)).write_bytes(b"")
-    os.replace(store.path(name(3)), store.path(name(4)))
-    (store.path(name(4)).parent / "README").write_text("hello")
+    path_of(store, name(1)).write_bytes(flipped)
+    path_of(store, name(2)).write_bytes(b"")
+    os.replace(path_of(store, name(3)), path_of(store, name(4)))
+    (path_of(store, name(4)).parent / "README").write_text("hello")
     found = cache(capsys, "verify", str(folder), "--remove", status=1)
     assert found["checked"] == 7 and len(found["broken"]) == 3
     assert {one["fault"].split(",")[0] for one in found["broken"]} == {
         "its checksum is wrong", "it ends after 0 bytes", "it is another page"}
-    assert (store.path(name(4)).parent / "README").read_text() == "hello"
+    assert (path_of(store, name(4)).parent / "README").read_text() == "hello"
     assert cache(capsys, "verify", str(folder)) == {"checked": 4, "broken": []}
     assert get(store, version(), 0) == page(0)
 

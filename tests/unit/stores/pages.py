@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from penstock.core.plan import PageName
 from penstock.core.state import CacheLayout, Everything, Field, StateSpec, Window, lay_out
 from penstock.stores import Store, record
+from penstock.stores.disk import DiskStore
 from penstock.stores.version import Version
 
 
@@ -23,6 +25,10 @@ def version(**changes: object) -> Version:
 
 def name(number: int, group: int = 0) -> PageName:
     return PageName(group, number.to_bytes(32, "big"))
+
+
+def path_of(store: DiskStore, name: PageName) -> Path:
+    return Path(store.files([name])[0])
 
 
 def page(number: int, nbytes: int = 3000) -> bytes:

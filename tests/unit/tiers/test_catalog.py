@@ -12,7 +12,7 @@ from penstock.cache.tiers.catalog import Catalog, Keeper
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
 from penstock.stores.record import HEADER_BYTES
-from tests.unit.stores.pages import name, put, version
+from tests.unit.stores.pages import name, path_of, put, version
 
 SIZE = 3000
 
@@ -176,7 +176,7 @@ def test_a_keeper_deletes_in_the_background(tmp_path: Path) -> None:
 def test_what_is_used_is_told_to_the_store(tmp_path: Path) -> None:
     one = catalog(tmp_path)
     put(one.store, version(), 1)  # type: ignore[arg-type]
-    path = one.store.path(name(1))  # type: ignore[attr-defined]
+    path = path_of(one.store, name(1))  # type: ignore[arg-type]
     os.utime(path, (1, 1))
     keeper = Keeper(one, 60)
     one.touch([name(1), name(2)])
@@ -191,12 +191,12 @@ def test_the_order_of_use_outlives_a_restart(tmp_path: Path) -> None:
     for i in range(8):
         put(old, version(), i)
     for age, i in enumerate(order):
-        os.utime(old.path(name(i)), (1000 + age, 1000 + age))
+        os.utime(path_of(old, name(i)), (1000 + age, 1000 + age))
     one = catalog(tmp_path, 8 * (SIZE + HEADER_BYTES) + 2000)
     one.refresh()
     assert list(one._entries) == [name(i) for i in order]
     one.shrink()
-    gone = [i for i in range(8) if not old.path(name(i)).exists()]
+    gone = [i for i in range(8) if not path_of(old, name(i)).exists()]
     assert gone and set(gone) == set(order[:len(gone)]), "the least recently used have made room"
     old.touch(name(order[len(gone)]))
     again = catalog(tmp_path)

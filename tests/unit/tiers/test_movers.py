@@ -23,7 +23,7 @@ from penstock.stores.opening import Behind
 from penstock.worker.arena import Arena
 from penstock.worker.jobs import Copy, Fence
 from penstock.worker.movers import Movers
-from tests.unit.stores.pages import layout, version
+from tests.unit.stores.pages import layout, path_of, version
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 SLABS = 6
@@ -219,22 +219,22 @@ def test_broken_pages_are_told_and_dropped(tmp_path: Path, monkeypatch: pytest.M
     rig.stored()
     rig.close()
     disk = DiskStore(claim(str(tmp_path)), version())
-    flipped = disk.path(PageName(0, content(1, 0).key))
+    flipped = path_of(disk, PageName(0, content(1, 0).key))
     data = bytearray(flipped.read_bytes())
     data[500] ^= 4
     flipped.write_bytes(data)
-    disk.path(PageName(0, content(2, 0).key)).write_bytes(data[:700])
+    path_of(disk, PageName(0, content(2, 0).key)).write_bytes(data[:700])
     again = Rig(tmp_path)
     # The tier would not try a page that it knows to be gone.
     monkeypatch.setattr("penstock.cache.tiers.catalog.Catalog.refresh", lambda _: None)
-    disk.path(PageName(0, content(3, 0).key)).unlink()
+    path_of(disk, PageName(0, content(3, 0).key)).unlink()
     for number in (1, 2, 3):
         assert load(again, [content(0, 0), content(number, 1)]) is False
         assert again.tiers.find(0, [content(number, 0).key]) == [False]
     assert load(again, [content(0, 4)]) and again.holds(0, 4)
     assert {tier.name: tier.failures for tier in again.tiers.stats()} == {"host": 0, "disk": 3}
     again.close()
-    assert [disk.path(PageName(0, content(i, 0).key)).exists() for i in range(4)] == [True, False, False, False]
+    assert [path_of(disk, PageName(0, content(i, 0).key)).exists() for i in range(4)] == [True, False, False, False]
 
 
 class Deaf:

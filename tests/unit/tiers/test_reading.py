@@ -17,7 +17,7 @@ from penstock.stores.disk import DiskStore
 from penstock.stores.folder import claim
 from penstock.worker import movers
 from penstock.worker.movers import PageReader
-from tests.unit.stores.pages import name, page, version
+from tests.unit.stores.pages import name, page, path_of, version
 
 SIZES = (1, 72, 3000, 4096, 10 * 4096 + 8, 64 * 4096, 64 * 4096 + 1, 150 * 4096 + 4000)
 
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> DiskStore:
 def fill(store: DiskStore, number: int, size: int) -> Path:
     data = memoryview(page(number, size))
     store.write(name(number), [memoryview(record.header(version().id, name(number), data)), data])
-    return store.path(name(number))
+    return path_of(store, name(number))
 
 
 def both(store: DiskStore, names: list[PageName], sizes: list[int]) -> tuple[dict[PageName, str], torch.Tensor]:
@@ -73,7 +73,7 @@ def test_what_is_not_good_is_told(store: DiskStore, size: int) -> None:
         elif number >= 8:
             at = rng.randrange(80, len(whole))
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1:])
-    os.replace(store.path(name(11)), store.path(name(8)))
+    os.replace(path_of(store, name(11)), path_of(store, name(8)))
     found, memory = both(store, [name(i) for i in range(12)], [size] * 12)
     assert set(found) == {name(i) for i in (1, 2, 3, 4, 5, 6, 8, 9, 10, 11)}
     assert all("No such file" in found[name(i)] for i in (1, 11)) and "Is a directory" in found[name(2)]
