@@ -45,7 +45,7 @@ from penstock.engine.view import View
 from penstock.layers.step import Step, Works
 from penstock.ops.attention import Geometry
 from penstock.ops.attention_triton import TritonAttention
-from penstock.ops.step import StepTensors, bring, move_step
+from penstock.ops.step import GroupStep, StepTensors, bring, move_step
 from penstock.scheduler.admission import Limits
 from penstock.scheduler.promises import policy_of
 from penstock.scheduler.scheduler import Scheduler
@@ -74,7 +74,7 @@ class NoModel:
         self._tokens = torch.full((1 << 10,), 17, dtype=torch.int32)
 
     def _build(self, *arguments: Any) -> StepTensors:
-        return StepTensors(self._tokens, self._tokens, [self._tokens], [self._tokens])
+        return StepTensors(self._tokens, self._tokens, [GroupStep(self._tokens, self._tokens)])
 
     def attach(self, views: Any) -> None:
         pass

@@ -12,9 +12,10 @@ import torch
 from penstock.checkpoint import read_config
 from penstock.core.state import Window
 from penstock.layers.decoder import Decoder
-from penstock.layers.step import GroupStep, StateView, Step
+from penstock.layers.step import StateView, Step
 from penstock.models import load
 from penstock.ops.registry import Kernels, bind
+from penstock.ops.step import GroupStep
 from penstock.platform.facts import detect
 
 CPU = torch.device("cpu")

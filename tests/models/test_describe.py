@@ -12,7 +12,7 @@ import pytest
 from penstock.checkpoint import dtype_of, eos_ids, read_config, read_generation_config
 from penstock.core.errors import ModelError
 from penstock.core.state import Everything, Window
-from penstock.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, NoScaling, YarnScaling
+from penstock.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 from penstock.models import describe, families, registry
 from tests.models.families import CASES
 from tests.sampling import sampled
@@ -151,7 +151,7 @@ def test_windows_and_rotations_by_layer() -> None:
     nested = read_config_of(REAL["gemma-3-4b"][0])
     assert describe(nested).attentions[5].rope == describe(nested).attentions[11].rope
     assert describe(nested).attentions[5].rope.scaling == LinearScaling(8.0)  # type: ignore[union-attr]
-    assert describe(nested).attentions[0].rope.scaling == NoScaling()  # type: ignore[union-attr]
+    assert describe(nested).attentions[0].rope.scaling == RopeScaling()  # type: ignore[union-attr]
 
 
 def read_config_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def read_config_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("scaling", "expected", "positions"), [
-    (None, NoScaling(), 131072),
+    (None, RopeScaling(), 131072),
     ({"type": "linear", "factor": 2.0}, LinearScaling(2.0), 262144),
     ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(2.0, 131072), 262144),
     (LLAMA["rope_scaling"], Llama3Scaling(8.0, 1.0, 4.0, 8192), 131072),

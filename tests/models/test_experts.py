@@ -7,9 +7,10 @@ import torch
 
 from penstock.layers.build import Build, Values
 from penstock.layers.experts import Experts, ExpertsSpec, Routing
-from penstock.layers.step import GroupStep, Step
+from penstock.layers.step import Step
 from penstock.ops.experts import Loose
 from penstock.ops.registry import Kernels, bind
+from penstock.ops.step import GroupStep
 from penstock.platform.facts import detect
 from penstock.quant.fp8 import FP8
 from penstock.quant.scheme import PLAIN, pack

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from penstock.layers.decoder import computation
-from penstock.layers.rope import DynamicScaling, LinearScaling, LongRopeScaling, NoScaling, RopeScaling, RopeSpec, YarnScaling
+from penstock.layers.rope import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, RopeSpec, YarnScaling
 from penstock.layers.spec import ModelSpec
 from penstock.models import describe
 from tests.models.families import CASES, Case
@@ -88,7 +88,7 @@ def with_rope(value: Any, rope: RopeSpec) -> Any:
 
 
 SCALINGS: list[RopeScaling] = [
-    NoScaling(), LinearScaling(2.0), DynamicScaling(2.0, 128), YarnScaling(4.0, 128),
+    RopeScaling(), LinearScaling(2.0), DynamicScaling(2.0, 128), YarnScaling(4.0, 128),
     LongRopeScaling(short=(1.0,) * 8, long=(2.0,) * 8, original=128, factor=2.0)]
 
 

@@ -7,8 +7,12 @@ import torch
 
 from penstock.ops.attention_work import FIELDS, WorkItem
 from penstock.ops.registry import implementations
-from penstock.ops.step import Moving
+from penstock.ops.step import Moving, StepTensors
 from tests.ops.kernels import reference
+
+
+def _arrays(built: StepTensors) -> list[torch.Tensor]:
+    return [built.tokens, built.positions, *(one for group in built.groups for one in (group.table, group.slots))]
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (3, 5)])
@@ -29,12 +33,11 @@ def test_build_step(name: str, padding: tuple[int, int]) -> None:
     want = [(r, s + i) for r, s, n in segments for i in range(n)]
     assert built.tokens.tolist() == [int(known[r, p]) for r, p in want] + [0] * padding[1]
     assert built.positions.tolist() == [p for _, p in want] + [0] * padding[1]
-    for table, slots, seen in zip(tables, built.slots, built.tables, strict=True):
-        assert slots.tolist() == [int(table[r, p // page]) * page + p % page for r, p in want] + [-1] * padding[1]
-        assert torch.equal(seen[:3], table[[5, 0, 3], :9])
+    for table, group in zip(tables, built.groups, strict=True):
+        assert group.slots.tolist() == [int(table[r, p // page]) * page + p % page for r, p in want] + [-1] * padding[1]
+        assert torch.equal(group.table[:3], table[[5, 0, 3], :9])
     plain = reference("build_step")(known, tables, row, start, query_start, page, total + padding[1], 9)
-    for found, wanted in zip((built.tokens, built.positions, *built.tables, *built.slots),
-                             (plain.tokens, plain.positions, *plain.tables, *plain.slots), strict=True):
+    for found, wanted in zip(_arrays(built), _arrays(plain), strict=True):
         assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 

@@ -54,9 +54,10 @@ def test_build_step(case: tuple[int, int, int, int, list[int], int, int]) -> Non
         assert torch.equal(found.positions, wanted.positions) and found.positions.dtype == torch.int32
         kept = torch.arange(asked)[None, :] < used[:, None]
         for g in range(groups):
-            assert torch.equal(found.slots[g], wanted.slots[g]) and found.slots[g].dtype == torch.int64
-            assert found.tables[g].shape == wanted.tables[g].shape
-            assert torch.equal(found.tables[g].cpu()[kept], wanted.tables[g].cpu()[kept])
+            own, theirs = found.groups[g], wanted.groups[g]
+            assert torch.equal(own.slots, theirs.slots) and own.slots.dtype == torch.int64
+            assert own.table.shape == theirs.table.shape
+            assert torch.equal(own.table.cpu()[kept], theirs.table.cpu()[kept])
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, [3]), (7, 7, []), (5, 40, [600, 17]), (700, 1200, [1500])], ids=str)

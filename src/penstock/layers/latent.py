@@ -305,6 +305,7 @@ class SparseLatentAttentionSpec(LatentAttentionSpec):
 
     eager = True
     """It reads lengths on the host."""
+    index_norm = LayerNormSpec(1e-6)
 
     @property
     def index_linears(self) -> dict[str, LinearSpec]:
@@ -312,10 +313,6 @@ class SparseLatentAttentionSpec(LatentAttentionSpec):
         return {"index_q": LinearSpec(self.query_rank, (Piece("index_q", self.index_heads * self.index_size),)),
                 "index_k": LinearSpec(self.width, (Piece("index_k", self.index_size),)),
                 "index_weights": LinearSpec(self.width, (Piece("index_weights", self.index_heads),))}
-
-    @property
-    def index_norm(self) -> LayerNormSpec:
-        return LayerNormSpec(1e-6)
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         yield from super().parameters(path)

@@ -28,20 +28,16 @@ class MLPSpec:
     @property
     def input(self) -> LinearSpec:
         names = ("gate", "up") if self.gated else ("up",)
-        outputs = tuple(Piece(name, self.inner, self._unit) for name in names)
+        outputs = tuple(Piece(name, self.inner, even_unit(self.inner)) for name in names)
         return LinearSpec(self.width, outputs, self.bias, Split.ROWS)
 
     @property
     def output(self) -> LinearSpec:
         bias = self.bias if self.output_bias is None else self.output_bias
-        return LinearSpec(self.inner, (Piece("down", self.width),), bias, Split.COLUMNS, self._unit)
-
-    @property
-    def _unit(self) -> int:
-        return even_unit(self.inner)
+        return LinearSpec(self.inner, (Piece("down", self.width),), bias, Split.COLUMNS, even_unit(self.inner))
 
     def share(self, ranks: int) -> "MLPSpec":
-        return replace(self, inner=Piece("up", self.inner, self._unit).room(ranks))
+        return replace(self, inner=Piece("up", self.inner, even_unit(self.inner)).room(ranks))
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         yield from self.input.parameters(f"{path}.gate_up" if self.gated else f"{path}.up")

@@ -4,7 +4,6 @@ Pure functions of numbers. Reading them from a config is `models/config.py`; app
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -14,33 +13,25 @@ def base_frequencies(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-class RopeScaling(Protocol):
-    """A method to use rotary positions beyond the trained length."""
-
-    def frequencies(self, theta: float, dim: int, max_model_len: int, /) -> torch.Tensor:
-        """Radians per position, float32 [ceil(dim / 2)]."""
-
-    def amplitude(self) -> float:
-        """The factor of cosines and sines."""
-
-    def reach(self, max_positions: int) -> int:
-        """The context length, given `max_position_embeddings`."""
-
-
 @dataclass(frozen=True)
-class NoScaling:
+class RopeScaling:
+    """A method to use rotary positions beyond the trained length; this base class changes nothing."""
+
     def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
+        """Radians per position, float32 [ceil(dim / 2)]."""
         return base_frequencies(theta, dim)
 
     def amplitude(self) -> float:
+        """The factor of cosines and sines."""
         return 1.0
 
     def reach(self, max_positions: int) -> int:
+        """The context length, given `max_position_embeddings`."""
         return max_positions
 
 
 @dataclass(frozen=True)
-class LinearScaling(NoScaling):
+class LinearScaling(RopeScaling):
     """Position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
 
     factor: float
@@ -68,7 +59,7 @@ class DynamicScaling(LinearScaling):
 
 
 @dataclass(frozen=True)
-class Llama3Scaling(NoScaling):
+class Llama3Scaling(RopeScaling):
     """Llama 3.1: long wavelengths are interpolated by `factor`, short ones kept, those between blended."""
 
     factor: float
@@ -84,7 +75,7 @@ class Llama3Scaling(NoScaling):
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(RopeScaling):
     """YaRN (Peng et al. 2023): interpolation below `beta_slow` turns in the original context, none above `beta_fast`."""
 
     factor: float
@@ -128,7 +119,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class LongRopeScaling(NoScaling):
+class LongRopeScaling(RopeScaling):
     """LongRoPE (Ding et al. 2024), of Phi-3 and Phi-4: a divisor for each frequency, one set for short and one for long use.
 
     The long set serves if `max_model_len` is beyond the original length, as in vLLM: one choice for good, since keys of both
@@ -156,7 +147,7 @@ class RopeSpec:
 
     theta: float
     dim: int
-    scaling: RopeScaling = NoScaling()
+    scaling: RopeScaling = RopeScaling()
     interleaved: bool = False
     """Whether neighbours rotate together (GPT-J's order), not the two halves (GPT-NeoX's)."""
 

@@ -10,6 +10,7 @@ import torch
 
 from penstock.ops.attention import AttentionOps, Geometry, Span, Tree
 from penstock.ops.linear import Weight
+from penstock.ops.step import GroupStep
 from penstock.parallel.group import Group, Runs
 
 Apart = Sequence[tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]
@@ -45,16 +46,6 @@ class Delta(Protocol):
         return out
 
 
-class Adapted(Protocol):
-    """Facts about a projection's rows."""
-
-    @property
-    def delta(self) -> Delta | None: ...
-
-    @property
-    def runs(self) -> Runs | None: ...
-
-
 @dataclass(frozen=True)
 class Base:
     """Rows outside of a step."""
@@ -65,16 +56,6 @@ class Base:
 
 BASE = Base()
 """Rows without adapters."""
-
-
-@dataclass(slots=True)
-class GroupStep:
-    """One cache group's part of a step."""
-
-    table: torch.Tensor
-    """[S, columns] int32: page ids of each segment's row."""
-    slots: torch.Tensor
-    """[T] int64: where each token's entry is written, page id x page size + offset; -1 for padding."""
 
 
 @dataclass(slots=True)
@@ -140,6 +121,10 @@ class Step:
     def run(self, first: int) -> "Step":
         """This step as a layer sees it that is given a run of its rows, from `first` on."""
         return replace(self, query_start=self.query_start[-1:] - first, runs=None)
+
+
+Adapted = Base | Step
+"""What a projection is told of its rows."""
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def _longrope(where: Config, config: Config, dim: int) -> ropes.RopeScaling:
 
 _FACTOR = ("factor", "original_max_position_embeddings")
 _SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], ropes.RopeScaling]]] = {
-    "default": (_FACTOR, lambda *_: ropes.NoScaling()),
+    "default": (_FACTOR, lambda *_: ropes.RopeScaling()),
     "linear": (_FACTOR, lambda where, *_: ropes.LinearScaling(where.number("factor"))),
     "dynamic": (_FACTOR, lambda where, config, _: ropes.DynamicScaling(where.number("factor"),
                                                                        config.integer("max_position_embeddings"))),

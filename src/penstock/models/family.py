@@ -10,7 +10,7 @@ from penstock.layers.build import MixerSpec
 from penstock.layers.embedding import DenseSpec, EmbeddingSpec, HeadSpec
 from penstock.layers.latent import LatentAttentionSpec, SparseLatentAttentionSpec
 from penstock.layers.mlp import MLPSpec
-from penstock.layers.rope import NoScaling, RopeSpec
+from penstock.layers.rope import RopeScaling, RopeSpec
 from penstock.layers.spec import ModelSpec
 from penstock.models import parts, rules
 from penstock.models.config import ACTIVATIONS, Config, rope
@@ -20,8 +20,8 @@ from penstock.ops.routing import Routing
 
 __all__ = [
     "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "DenseSpec", "EmbeddingSpec", "Glu", "HeadSpec",
-    "LatentAttentionSpec", "LayerNormSpec", "Like", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "NoScaling",
-    "QueryKeyNorm", "RMSNormSpec", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat",
+    "LatentAttentionSpec", "LayerNormSpec", "Like", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "QueryKeyNorm",
+    "RMSNormSpec", "RopeScaling", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat",
     "interleaved", "parts", "rope", "rules", "transposed"]
 
 

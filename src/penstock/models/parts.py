@@ -12,7 +12,7 @@ from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.experts import ExpertsSpec
 from penstock.layers.latent import LatentAttentionSpec
 from penstock.layers.mlp import MLPSpec
-from penstock.layers.rope import NoScaling, RopeSpec, YarnScaling
+from penstock.layers.rope import RopeScaling, RopeSpec, YarnScaling
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import ACTIVATIONS, Config
 from penstock.ops.experts import Glu
@@ -171,7 +171,7 @@ def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embe
     if max_positions is None:
         mixers = [mixer for block in blocks for mixer in block.mixers]
         ropes = [mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | LatentAttentionSpec) and mixer.rope]
-        scaling = ropes[0].scaling if ropes else NoScaling()
+        scaling = ropes[0].scaling if ropes else RopeScaling()
         max_positions = scaling.reach(config.integer("max_position_embeddings"))
     return ModelSpec(architecture="", vocab_size=config.integer("vocab_size"), width=config.integer("hidden_size"),
                      max_positions=max_positions, blocks=blocks, norm=norm,

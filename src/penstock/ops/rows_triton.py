@@ -11,7 +11,7 @@ from penstock.ops.coded_forms import attached
 from penstock.ops.latent import HeadLinearOps
 from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
-from penstock.ops.step import Moving, StepTensors
+from penstock.ops.step import GroupStep, Moving, StepTensors
 from penstock.ops.table import register
 
 kernels, _activation = gpu.Kernels("rows_kernels"), gpu.Kernels("activation_kernel")
@@ -243,7 +243,8 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
         known, row, start, query_start, tuple(tables), ids[0], ids[1], tuple(cut.unbind()), tuple(slots.unbind()),
         segments, tokens, columns, segments.bit_length(), pieces, known.stride(0), stride, cut_row, page=page, block=_STEPPED,
         wide=wide, num_warps=4, **gpu.linked(device))
-    return StepTensors(ids[0, :tokens], ids[1, :tokens], [table[:, :columns] for table in cut], [s[:tokens] for s in slots])
+    groups = [GroupStep(table[:, :columns], places[:tokens]) for table, places in zip(cut, slots, strict=True)]
+    return StepTensors(ids[0, :tokens], ids[1, :tokens], groups)
 
 
 _MOVED = 512

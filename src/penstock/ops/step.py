@@ -12,17 +12,24 @@ from penstock.ops.table import register
 
 
 @dataclass(slots=True)
+class GroupStep:
+    """One cache group's part of a step."""
+
+    table: torch.Tensor
+    """[S, columns] int32: page ids of each segment's row; entries beyond its context may be anything."""
+    slots: torch.Tensor
+    """[T] int64: where each token's entry is written, page id x page size + offset; -1 for padding."""
+
+
+@dataclass(slots=True)
 class StepTensors:
-    """T tokens of S segments. The lists have one tensor a cache group."""
+    """T tokens of S segments."""
 
     tokens: torch.Tensor
     """[T] int32."""
     positions: torch.Tensor
     """[T] int32."""
-    tables: list[torch.Tensor]
-    """[S, columns] int32: page ids of each segment's row; entries beyond its context may be anything."""
-    slots: list[torch.Tensor]
-    """[T] int64: page id x page size + offset."""
+    groups: list[GroupStep]
 
 
 @register("bring", "reference", rank=0)
@@ -46,8 +53,8 @@ def build_step(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Tenso
     mine, place = row[segment].long(), position.long()
     ids = known[mine, place].masked_fill_(~inside, 0)
     index, offset = place // page, place % page
-    slots = [(table[mine, index].long() * page + offset).masked_fill_(~inside, -1) for table in tables]
-    return StepTensors(ids, position, [table[row.long(), :columns] for table in tables], slots)
+    return StepTensors(ids, position, [GroupStep(table[row.long(), :columns], (
+        table[mine, index].long() * page + offset).masked_fill_(~inside, -1)) for table in tables])
 
 
 @register("build_step", "numpy", rank=5, capturable=False,
@@ -65,8 +72,9 @@ def build_on_host(known: torch.Tensor, tables: list[torch.Tensor], row: torch.Te
     slots = np.full((len(tables), tokens), -1, np.int64)
     for out, table in zip(slots, tables, strict=True):
         out[:end] = table.numpy()[mine, index].astype(np.int64) * page + offset
-    return StepTensors(torch.from_numpy(ids), torch.from_numpy(positions),
-                       [torch.from_numpy(table.numpy()[rows, :columns]) for table in tables], list(torch.from_numpy(slots)))
+    return StepTensors(torch.from_numpy(ids), torch.from_numpy(positions), [
+        GroupStep(torch.from_numpy(table.numpy()[rows, :columns]), out)
+        for table, out in zip(tables, torch.from_numpy(slots), strict=True)])
 
 
 class Moving(NamedTuple):

@@ -12,7 +12,7 @@ from penstock.layers.build import Values
 from penstock.layers.decoder import Decoder
 from penstock.layers.draft_head import Join
 from penstock.layers.spec import ModelSpec
-from penstock.layers.step import GroupStep, StateView, Step
+from penstock.layers.step import StateView, Step
 from penstock.models.adapters import layout
 from penstock.ops.attention import AttentionOps, Span
 from penstock.ops.attention_work import FIELDS
@@ -175,9 +175,8 @@ def _forward(model: Decoder, bucket: Bucket, known: torch.Tensor, tables: list[t
     model.kernels.bring(ints(segments), query_start[:segments])
     built = model.kernels.build_step(known, tables, ints(segments), ints(segments), query_start, page, tokens,
                                      tables[0].shape[1])
-    groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
     wanted = None if ends is None or ends == tokens else ints(ends)
-    step = Step(built.tokens, built.positions, query_start, context, groups, work, library, wanted)
+    step = Step(built.tokens, built.positions, query_start, context, built.groups, work, library, wanted)
     if slabs is not None:
         slots, lora = len(slabs.data), model.kernels.lora
         step.delta, step.end_delta = (LowRankDelta(lora, slabs, Groups.of(ints(size(rows, slots)), rows, slots), {})

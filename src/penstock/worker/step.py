@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from penstock.core.plan import Ints, StepPlan, Want
 from penstock.layers.decoder import Decoder
-from penstock.layers.step import GroupStep, Step, TokenShare
+from penstock.layers.step import Step, TokenShare
 from penstock.ops.attention import SharedPrefixes, Span, Tree
 from penstock.ops.step import Moving
 from penstock.parallel.contexts import FEW, divided, long_segments
@@ -286,11 +286,10 @@ class StepBuilder:
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
         built = self._build(self._tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens, self._columns)
-        groups = [GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)]
         work = [None if part is None else there[part] for part in parts.work]
         at = None if ends is None else self.heads(parts, ends)
         tree = None if branches is None else self._tree(bucket, parts, branches, built.positions)
-        return Step(built.tokens, built.positions, query_start, context, groups, work, self._library, at,
+        return Step(built.tokens, built.positions, query_start, context, built.groups, work, self._library, at,
                     self._division(bucket.tokens), tree=tree)
 
     def _tree(self, bucket: Bucket, parts: Parts, branches: Branches, positions: torch.Tensor) -> Tree:

@@ -8,7 +8,7 @@ import torch
 
 from penstock import models
 from penstock.core.state import lay_out
-from penstock.layers.step import Delta, GroupStep, Step
+from penstock.layers.step import Delta, Step
 from penstock.ops.registry import bind
 from penstock.platform.facts import detect, device_name
 from penstock.worker.arena import Arena
@@ -40,7 +40,7 @@ class Windows:
         built = model.kernels.build_step(tokens.to(self.device)[None], tables, zero, zero, ends, _PAGE, count, columns)
         counts = np.array([count], np.int32)
         work = [one.ops.prepare(one.geometry, counts, counts, 1, count) for one in model.works]
-        step = Step(built.tokens, built.positions, ends, ends[1:], [
-            GroupStep(table, slots) for table, slots in zip(built.tables, built.slots, strict=True)],
+        step = Step(
+            built.tokens, built.positions, ends, ends[1:], built.groups,
             [None if one is None else torch.from_numpy(one).to(self.device) for one in work], [[] for _ in work], delta=delta)
         return step, model.forward(step)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.models.families import llama
-from penstock.models.family import Config, Like, ModelSpec, NoScaling, Rule, parts, rope, rules
+from penstock.models.family import Config, Like, ModelSpec, RopeScaling, Rule, parts, rope, rules
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 MODEL_TYPES = ("olmo2",)
@@ -26,7 +26,7 @@ def olmo3(config: Config) -> ModelSpec:
     size, given = parts.head_size(config), config.values.get("rope_parameters")
     far = rope(config, size, layer_type="full_attention", theta=500000.0)
     nested = isinstance(given, dict) and "sliding_attention" in given
-    near = (rope(config, size, layer_type="sliding_attention", theta=500000.0) if nested else replace(far, scaling=NoScaling()))
+    near = rope(config, size, layer_type="sliding_attention", theta=500000.0) if nested else replace(far, scaling=RopeScaling())
     return llama.spec(config, normed="whole", turn=near, full={"rope": far}, pre=False, post=True,
                       windows=llama.slides(lambda layer: (layer + 1) % 4 != 0),
                       max_positions=far.scaling.reach(config.integer("max_position_embeddings")))
