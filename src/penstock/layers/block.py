@@ -3,7 +3,7 @@ the norms, in two forms: of a tensor, and of the stream after a branch's result 
 
 The stream is carried as a sum not yet done, `residual + delta`, so that the addition can be part of the next norm's kernel."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,6 +121,22 @@ def build_norm(spec: NormSpec, path: str, build: Build) -> Norm:
     return RMSNorm(spec, path, build) if isinstance(spec, RMSNormSpec) else LayerNorm(spec, path, build)
 
 
+def entered(norm: Norm | None, delta: torch.Tensor | None, residual: torch.Tensor,
+            runs: Runs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the stream, normed; the stream) for the stream `residual + delta`. `residual` may change; `runs` may keep it."""
+    if runs is not None:
+        if runs.holds(delta):
+            assert isinstance(norm, RMSNorm)
+            return torch.cat([run() for run in runs.enter(residual, norm.add_own)]), residual
+        residual = runs.whole(residual)
+    if delta is None:
+        return (residual if norm is None else norm(residual)), residual
+    if norm is None:
+        total = delta + residual
+        return total, total
+    return norm.add(delta, residual)
+
+
 @dataclass(frozen=True)
 class BranchSpec:
     """scale * post(body(pre(x))): what one sublayer adds to the stream, which `after` norms then."""
@@ -177,33 +193,16 @@ class Branch:
         self.leaves = False
         """The body's result is this rank's part of a sum, which the next norm makes."""
 
-    def enter(self, delta: torch.Tensor | None, residual: torch.Tensor,
-              runs: Runs | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the body's input, the stream) for the stream `residual + delta`. `residual` may change; `runs` may keep it."""
-        if runs is not None:
-            if runs.holds(delta):
-                return torch.cat([run() for run in self._entered(residual, runs)]), residual
-            residual = runs.whole(residual)
-        if delta is None:
-            return (residual if self.pre is None else self.pre(residual)), residual
-        if self.pre is None:
-            total = delta + residual
-            return total, total
-        return self.pre.add(delta, residual)
-
-    def _entered(self, residual: torch.Tensor, runs: Runs) -> list[Callable[[], torch.Tensor]]:
-        assert isinstance(self.pre, RMSNorm)
-        return runs.enter(residual, self.pre.add_own)
-
     def by_runs(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
                 runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
         """Enters and leaves a body that looks at one token at a time, so that sums travel while other runs are computed."""
         if runs.holds(delta):
-            entered = self._entered(residual, runs)
+            assert isinstance(self.pre, RMSNorm)
+            rows = runs.enter(residual, self.pre.add_own)
         else:
-            x, residual = self.enter(delta, residual, runs)
-            entered = [partial(x.__getitem__, slice(*border)) for border in runs.borders]
-        return runs.leave(lambda run: self.body(entered[run](), step.run(runs.borders[run][0]))), residual
+            x, residual = entered(self.pre, delta, residual, runs)
+            rows = [partial(x.__getitem__, slice(*border)) for border in runs.borders]
+        return runs.leave(lambda run: self.body(rows[run](), step.run(runs.borders[run][0]))), residual
 
     def leave(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None) -> torch.Tensor:
         """Returns the branch's contribution to the stream, given the body's input; with `ends`, at those tokens alone."""
@@ -229,13 +228,13 @@ class Block:
             if runs is not None and at is None and first.leaves and not first.body.looks_around:
                 delta, residual = first.by_runs(delta, residual, step, runs)
                 continue
-            x, residual = first.enter(delta, residual, runs)
+            x, residual = entered(first.pre, delta, residual, runs)
             if runs is not None and (at is not None or not first.leaves):
                 residual = runs.whole(residual)
             delta = first.leave(x, step, at)
             for branch in others:
                 if not branch.same:
-                    x, _ = branch.enter(None, residual)
+                    x, _ = entered(branch.pre, None, residual)
                 delta = delta + branch.leave(x, step, at)
             if at is not None:
                 residual, step = step.narrow(residual, at)

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from penstock.core.state import StateSpec
-from penstock.layers.block import Block, RMSNorm, Visiting, build_norm, sums_left
+from penstock.layers.block import Block, Visiting, build_norm, entered, sums_left
 from penstock.layers.build import Build, Linear, Values
 from penstock.layers.draft_head import Join
 from penstock.layers.embedding import Embedding, Head
@@ -170,15 +170,7 @@ class Decoder:
         return Runs(group, tokens, count) if count > 1 else None
 
     def _end(self, delta: torch.Tensor | None, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:
-        if runs is not None:
-            if runs.holds(delta):
-                assert isinstance(self.norm, RMSNorm)
-                return torch.cat([run() for run in runs.enter(residual, self.norm.add_own)])
-            residual = runs.whole(residual)
-        norm = None if self.spec.drafts else self.norm
-        if delta is None:
-            return residual if norm is None else norm(residual)
-        return delta + residual if norm is None else norm.add(delta, residual)[0]
+        return entered(None if self.spec.drafts else self.norm, delta, residual, runs)[0]
 
     def follow(self) -> None:
         """Takes part in a step of the other engines, of which this one has no token."""
