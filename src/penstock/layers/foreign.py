@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from penstock.core.errors import ModelError
@@ -179,14 +179,12 @@ class Foreign(Mixer):
                                        spec.window, spec.softcap, sinks, step.work[work], step.library[work])[None]
 
 
-def _plain(calls: Iterator[ForeignAttention], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
+def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float,
            _options: dict[str, Any]) -> torch.Tensor:
-    """`Attend` of a few tokens that are one sequence, without a cache, for the next of `calls`."""
-    each = next(calls)
-    key, value = (x.repeat_interleave(each.heads // each.kv_heads, 1).float() for x in (key, value))
-    scores = (query.float() @ key.transpose(-1, -2) * scaling).masked_fill(
-        torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).triu(1), float("-inf"))
-    return (scores.softmax(-1) @ value).to(query.dtype).transpose(1, 2)
+    """`Attend` of a few tokens that are one sequence, without a cache."""
+    q, k, v = (x.float() for x in (query, key, value))
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return found.to(query.dtype).transpose(1, 2)
 
 
 def _check(model: Any, spec: ForeignSpec, device: torch.device, dtype: torch.dtype) -> None:
@@ -199,9 +197,8 @@ def _check(model: Any, spec: ForeignSpec, device: torch.device, dtype: torch.dty
     tokens = torch.arange(3, device=device)[None]
     given: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
     with torch.inference_mode():
-        with running(partial(_plain, iter(spec.attentions))):
+        with running(_plain):
             hidden = model.base_model(**given).last_hidden_state
-        with running(partial(_plain, iter(spec.attentions))):
             logits = model(**given).logits
         with running(lambda query, *_: torch.zeros_like(query).transpose(1, 2)):
             among, alone = (model.base_model(**{**given, "input_ids": places, "position_ids": places}).last_hidden_state[0, -1]
