@@ -18,7 +18,7 @@ class Entry(NamedTuple):
 
 
 class Store(Protocol):
-    """A store for the pages of one version (`stores/version.py::Version`)."""
+    """A store for the pages of one version (`stores/version.py::Version`). By default uses and the end change nothing."""
 
     tier: str
     """disk | remote, as in `core/request.py::TierStats`."""
@@ -29,8 +29,9 @@ class Store(Protocol):
     def read(self, name: PageName, parts: Sequence[memoryview]) -> int:
         """Reads into the parts in order and returns the number of bytes read. FileNotFoundError if there is no such page."""
 
-    def touch(self, name: PageName) -> None:
+    def touch(self, name: PageName) -> None:  # noqa: ARG002
         """Records that a page was used now, if the store tracks the order of use."""
+        return
 
     def delete(self, name: PageName | str) -> None:
         """Deletes an entry. It is no error if there is none."""
@@ -40,6 +41,7 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Closes connections. The pages stay."""
+        return
 
 
 class Listing:

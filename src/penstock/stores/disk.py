@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.core.plan import PageName
-from penstock.stores import Entry
+from penstock.stores import Entry, Store
 from penstock.stores.folder import DESCRIPTION, INCOMING, PAGES, CacheFolder, page_of
 from penstock.stores.version import Version
 
@@ -23,8 +23,10 @@ _UNSETTLED_SECONDS = 0.1
 _NUMBERS = itertools.count()
 
 
-class DiskStore:
-    """The pages of one version in a folder. Pages of other versions are listed and may be deleted, as they share its bound."""
+class DiskStore(Store):
+    """The pages of one version in a folder. Pages of other versions are listed and may be deleted, as they share its bound.
+
+    No file is held open."""
 
     tier = "disk"
 
@@ -72,9 +74,6 @@ class DiskStore:
             went += self._buckets.pop(path).names.values()
         self.folder.sweep()
         return came, went
-
-    def close(self) -> None:
-        """Does nothing: no file is held open."""
 
     def _bucket(self, name: PageName) -> tuple[str, str, str]:
         return PAGES, self._version, name[1][:1].hex()

@@ -13,15 +13,17 @@ from uuid import uuid4
 
 from penstock.core.errors import ConfigError
 from penstock.core.plan import PageName
-from penstock.stores import Entry, Listing
+from penstock.stores import Entry, Listing, Store
 from penstock.stores.folder import parse
 from penstock.stores.version import Version
 
 _FOLDERS = {"file", "local", "sftp", "ssh", "smb", "hdfs", "nfs"}
 """File systems where a file is visible while it is being written and renaming is cheap. Bucket objects appear atomically."""
 
-class ObjectStore:
-    """The pages of one version under a URL, one object a page: URL/VERSION/ab/abcd...-GROUP."""
+class ObjectStore(Store):
+    """The pages of one version under a URL, one object a page: URL/VERSION/ab/abcd...-GROUP.
+
+    Buckets do not track the order of use, and fsspec shares and closes its sessions itself."""
 
     tier = "remote"
 
@@ -61,9 +63,6 @@ class ObjectStore:
         data = self._files.cat_file(self._path(name), start=0, end=sum(part.nbytes for part in parts))
         return sum(map(io.BytesIO(data).readinto, parts))
 
-    def touch(self, name: PageName) -> None:
-        """Does nothing: buckets do not track the order of use."""
-
     def delete(self, name: PageName | str) -> None:
         with suppress(FileNotFoundError):
             self._files.rm_file(name if isinstance(name, str) else self._path(name))
@@ -73,9 +72,6 @@ class ObjectStore:
         found: dict[str, dict[str, Any]] = self._files.find(self._home, detail=True)
         names = ((parse(path.rpartition("/")[2]) or path, facts) for path, facts in found.items())
         return self._listing.compare(Entry(name, int(facts.get("size") or 0), now) for name, facts in names)
-
-    def close(self) -> None:
-        """Does nothing: fsspec shares and closes its sessions itself."""
 
     def _path(self, name: PageName) -> str:
         key = name[1].hex()

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from penstock.core.errors import ConfigError
 from penstock.core.plan import PageName
-from penstock.stores import Entry, Listing
+from penstock.stores import Entry, Listing, Store
 from penstock.stores.version import Version
 
 _CONNECT_SECONDS, _ANSWER_SECONDS, _LIST_SECONDS = 2.0, 5.0, 30.0
@@ -31,8 +31,10 @@ Reply = bytes | int | list["Reply"] | None
 Result = TypeVar("Result")
 
 
-class RedisStore:
-    """The pages of one version on a server, under penstock:VERSION:GROUP:KEY. Each calling thread uses its own connection."""
+class RedisStore(Store):
+    """The pages of one version on a server, under penstock:VERSION:GROUP:KEY. Each calling thread uses its own connection.
+
+    Reading a value updates its last use on the server."""
 
     tier = "remote"
 
@@ -64,9 +66,6 @@ class RedisStore:
         if done is None:
             raise FileNotFoundError(name)
         return done
-
-    def touch(self, name: PageName) -> None:
-        """Does nothing: reading a value updates its last use on the server."""
 
     def delete(self, name: PageName | str) -> None:
         key = name.encode("latin-1") if isinstance(name, str) else self._key(name)
