@@ -11,7 +11,7 @@ import numpy as np
 from penstock.cache import keys
 from penstock.cache.eviction import Evictor
 from penstock.cache.pool import Pools
-from penstock.cache.prefix import TOKEN, Lookup, Node
+from penstock.cache.prefix import TOKEN, Lookup, Node, reach
 from penstock.cache.sequence_state import packed, state_of
 from penstock.cache.tiers import Content
 from penstock.cache.tiers.hierarchy import Hierarchy
@@ -82,7 +82,7 @@ class Loading:
         whole = found.trail.matched // page
         device = [ids[:max(0, whole - shift)] for ids, shift in zip(found.places, self.lookup.shift, strict=True)]
         places = self._everywhere(device, state.keys, blocks)
-        upto = self.lookup.reach([np.array(ids, np.int32) for ids in places], blocks * page, blocks * page)
+        upto = reach(self.lookup.keeps, [np.array(ids, np.int32) for ids in places], page, blocks * page, blocks * page, -1)
         if upto - found.reach < page:
             return None
         wanted, held = self._divide(device, upto)

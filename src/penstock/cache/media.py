@@ -35,7 +35,7 @@ class _Words:
         self._lock = threading.Lock()
         self._words: OrderedDict[tuple[bytes, int], int] = OrderedDict()
         """By digest and placeholder, least recently used first."""
-        self._meanings: dict[int, tuple[bytes, int]] = {}
+        self.meanings: dict[int, tuple[bytes, int]] = {}
         self._last = 0
 
     def word(self, digest: bytes, token: int) -> int:
@@ -44,15 +44,12 @@ class _Words:
             if found is None:
                 self._last -= 1
                 found = self._words[digest, token] = self._last
-                self._meanings[found] = digest, token
+                self.meanings[found] = digest, token
                 if len(self._words) > _MOST:
-                    del self._meanings[self._words.popitem(last=False)[1]]
+                    del self.meanings[self._words.popitem(last=False)[1]]
             else:
                 self._words.move_to_end((digest, token))
             return found
-
-    def meaning(self, word: int) -> tuple[bytes, int] | None:
-        return self._meanings.get(word)
 
 
 _WORDS = _Words()
@@ -75,6 +72,6 @@ def runs(words: npt.NDArray[np.int32]) -> list[MediumRun]:
     if len(places):
         # A run ends where the next media position is not adjacent or has a different word.
         for run in np.split(places, np.flatnonzero((np.diff(places) > 1) | (np.diff(words[places]) != 0)) + 1):
-            digest, token = _WORDS.meaning(int(words[run[0]])) or (_UNKNOWN + words[run[0]].tobytes(), 0)
+            digest, token = _WORDS.meanings.get(int(words[run[0]])) or (_UNKNOWN + words[run[0]].tobytes(), 0)
             found.append(MediumRun(int(run[0]), len(run), digest, token))
     return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 
 import numpy as np
 
@@ -33,13 +34,9 @@ class News:
             self.offered = True
         if self._sink is not None:
             self._index.key(node, blocks[-1])
-            run: list[int] = []
-            for block in blocks:
-                if run and block != run[-1] + 1:
-                    self._tell(node, group, run)
-                    run = []
-                run.append(block)
-            self._tell(node, group, run)
+            # Along a run, blocks grow as their places do.
+            for _, run in groupby(enumerate(blocks), lambda one: one[1] - one[0]):
+                self._tell(node, group, [block for _, block in run])
 
     def _tell(self, node: Node, group: int, run: list[int]) -> None:
         """Reports consecutive blocks to the sink."""

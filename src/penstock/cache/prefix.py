@@ -445,11 +445,8 @@ class Lookup:
         """The length of the longest prefix, at most `limit`, from which every group can continue with these pages."""
         if self.simple:
             return min(trail.matched, limit)
-        ends = bool(trail.nodes) and trail.nodes[-1].end == trail.matched
-        return self.reach([np.array(ids, np.int32) for ids in places], trail.matched, limit, trail.matched if ends else -1)
-
-    def reach(self, places: list[Places], matched: int, limit: int, sealed: int = -1) -> int:
-        return reach(self.keeps, places, self.page, matched, limit, sealed)
+        sealed = trail.matched if trail.nodes and trail.nodes[-1].end == trail.matched else -1
+        return reach(self.keeps, [np.array(ids, np.int32) for ids in places], self.page, trail.matched, limit, sealed)
 
 
 def reach(keeps: Sequence[Retention], places: Sequence[Places], page: int, matched: int, limit: int, sealed: int) -> int:

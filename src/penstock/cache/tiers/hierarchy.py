@@ -233,7 +233,7 @@ class Hierarchy:
             catalog.listen(partial(listener, catalog.tier))
 
     def clear(self) -> None:
-        self.host.clear()
+        self.host.forget(list(self.host.oldest()))
         self._wanted.clear()
         for catalog in self.catalogs:
             catalog.doom_all()

@@ -90,9 +90,6 @@ class HostSlots:
             else:
                 self._pools.give(name.group, [slot])
 
-    def clear(self) -> None:
-        self.forget(list(self._slots))
-
     def oldest(self) -> Iterator[PageName]:
         """Pages in eviction order."""
         return iter(self._slots)
