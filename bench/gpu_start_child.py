@@ -52,7 +52,7 @@ def main() -> None:
         marked(*stage)
     llm = LLM(model, load_format="dummy", skip_tokenizer_init=True, max_model_len=max_model_len)
     MARKS["ready"] = time.time()
-    ready = compiling.count(), compiling.tally.loaded
+    ready = compiling.tally.compiled, compiling.tally.loaded
 
     def run(lengths: list[int], **params: Any) -> None:
         asked = SamplingParams(**{"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False} | params)
@@ -67,7 +67,7 @@ def main() -> None:
     for params in _FEATURES:
         for lengths in ([5], [100, 3], [30] * 40):
             run(lengths, temperature=1.0, seed=2, **params)
-    print(json.dumps({"marks": MARKS, "at_ready": ready, "after": [compiling.count(), compiling.tally.loaded],
+    print(json.dumps({"marks": MARKS, "at_ready": ready, "after": [compiling.tally.compiled, compiling.tally.loaded],
                       "names": compiling.tally.names}))
 
 

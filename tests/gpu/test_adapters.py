@@ -64,11 +64,11 @@ def test_any_mix_replays_the_same_graphs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Graphs, "_capture", captured)
     with engine(**options) as llm:
         assert [llm.add_adapter(str(folder)) for folder in folders] == names
-        first, compiled = captures, compile.count()
+        first, compiled = captures, compile.tally.compiled
         assert llm.info.graphs > 0 and first >= llm.info.graphs
         for mix, expected in zip(mixes(), wanted, strict=True):
             before = replays
             assert answered(llm, names, mix) == expected, mix
             assert replays - before >= 12, "decode steps replay"
-        assert (captures, compile.count()) == (first, compiled), "no mix has a graph of its own"
+        assert (captures, compile.tally.compiled) == (first, compiled), "no mix has a graph of its own"
     assert len({str(one) for one in wanted}) == len(wanted)

@@ -37,7 +37,7 @@ def test_start_compiles_nothing_in_its_own_process() -> None:
 
 def test_nothing_is_compiled_after_ready(llm: LLM) -> None:
     """Over lengths, batches and every feature of sampling. Compiling here would be counted (tests/ops/test_compile.py)."""
-    before = compile.count()
+    before = compile.tally.compiled
     longest = llm.info.max_model_len - 10
     for lengths in ([1], [3], [17] * 7, [100] * 64, [longest, 2], [50] * 33):
         prompts = [{"prompt_token_ids": [5 + i % 60] * n} for i, n in enumerate(lengths)]
@@ -46,7 +46,7 @@ def test_nothing_is_compiled_after_ready(llm: LLM) -> None:
                      {"repetition_penalty": 1.3, "logprobs": 0}, {"logit_bias": {7: 3.0}}, {"prompt_logprobs": 1},
                      {"allowed_token_ids": [5, 6]}, {"min_tokens": 2, "stop_token_ids": [9]}):
             tokens(llm, SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 4, "detokenize": False} | more), prompts)
-    assert compile.count() == before, compile.tally.names[before:]
+    assert compile.tally.compiled == before, compile.tally.names[before:]
 
 
 @pytest.mark.parametrize("operation", ["attention", "rope_write", "sample", "linear", "rms_norm", "*"])

@@ -139,7 +139,7 @@ class TransposedOps:
 
 def kernel(scheme: str = "transposed", fits: Any = lambda n, k: True) -> Implementation:
     """The kernel's entry in the table."""
-    return Implementation(f"linear.{scheme}", "reference", TransposedOps, lambda facts, dtype: None, 1, fits=fits)
+    return Implementation("reference", TransposedOps, lambda facts, dtype: None, 1, fits=fits)
 
 
 def family(schemes: tuple[tuple[str, Scheme], ...] = (), recurrent: bool = False) -> SimpleNamespace:

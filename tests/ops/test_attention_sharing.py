@@ -307,7 +307,7 @@ def test_an_engine_in_which_requests_share(monkeypatch: pytest.MonkeyPatch) -> N
             decode = len(q) == len(rest[4])
             return (super().apply if decode else AttentionOps().apply)(q, *rest, **named)
 
-    watched = registry.Implementation("attention", "watched", Watched(False), lambda facts, dtype: None, -9)
+    watched = registry.Implementation("watched", Watched(False), lambda facts, dtype: None, -9)
     monkeypatch.setitem(registry.TABLE["attention"], "watched", watched)
     rng = np.random.default_rng(3)
     beginning = rng.integers(3, 500, 150).tolist()

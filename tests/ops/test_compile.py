@@ -45,7 +45,7 @@ with compile.recording(CHIP, work.add) as jobs:
 work.finish(registry.bind(FACTS, torch.bfloat16))
 again = compile.Compilation(jobs.values(), CHIP.capability)
 again.finish(registry.bind(FACTS, torch.bfloat16))
-print(json.dumps({"jobs": len(jobs), "compiled": work.compiled, "again": again.compiled, "here": compile.count()}))
+print(json.dumps({"jobs": len(jobs), "compiled": work.compiled, "again": again.compiled, "here": compile.tally.compiled}))
 """
 
 LAUNCH = PRELUDE + """
@@ -58,9 +58,9 @@ with compile.recording(CHIP):
     knobs.runtime.jit_cache_hook = None  # Triton looks for the kernel as it does on a GPU, and only the launch is left out
     launch(rows=(1, 2, 77, 1055, 8192))
     launch(width=96, rows=(1, 300))
-    known = compile.count(), compile.tally.loaded
+    known = compile.tally.compiled, compile.tally.loaded
     launch(width=80, rows=(1,))
-print(json.dumps({"known": known, "other": compile.count(), "names": compile.tally.names}))
+print(json.dumps({"known": known, "other": compile.tally.compiled, "names": compile.tally.names}))
 """
 
 SWEEP = PRELUDE + """
@@ -138,11 +138,15 @@ print(json.dumps([bool(called), [name for name in ("torch._dynamo", "sympy") if 
 """
 
 MANIFEST = PRELUDE + """
+from dataclasses import asdict
+from penstock.platform.kept import Kept
+
 with compile.recording(CHIP) as jobs:
     launch()
-found = [compile.Manifest("a model").jobs()]
-compile.Manifest("a model").keep(list(jobs.values()))
-found += [compile.Manifest("a model").jobs() == list(jobs.values()), compile.Manifest("another").jobs()]
+kept, other = (Kept(compile.kept_folder() / "manifests", name) for name in ("a model", "another"))
+found = [kept.read()]
+kept.write([asdict(job) for job in jobs.values()])
+found += [[compile.Job(**job) for job in kept.read()] == list(jobs.values()), other.read()]
 print(json.dumps(found))
 """
 

@@ -17,7 +17,7 @@ GPU = DeviceFacts("cuda", "a GPU", 1 << 30, 1, capability=(9, 0))
 
 def enter(monkeypatch: pytest.MonkeyPatch, op: str, name: str, **fields: object) -> Implementation:
     registry.load()
-    made = Implementation(op, name, object(), lambda facts, dtype: None, 99, **fields)  # type: ignore[arg-type]
+    made = Implementation(name, object(), lambda facts, dtype: None, 99, **fields)  # type: ignore[arg-type]
     monkeypatch.setitem(registry.TABLE[op], name, made)
     return made
 

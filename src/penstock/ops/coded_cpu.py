@@ -16,7 +16,6 @@ from penstock.ops import gguf_codes
 from penstock.ops.bits import unpack
 from penstock.ops.experts import ExpertsOps, Loose
 from penstock.ops.linear import Weight
-from penstock.ops.table import register
 
 if TYPE_CHECKING:
     from penstock.ops.cpu import CpuOperations
@@ -242,8 +241,3 @@ def _bytes(heads: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
     first = panels[0].unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4).flatten(2)
     second = panels[1].permute(0, 2, 3, 1).flatten(2)
     return torch.cat((first, second), -1).contiguous().flatten()
-
-
-def register_all(owner: "CpuOperations", name: str, rank: int) -> None:
-    for scheme in NAMES:
-        register(f"linear.{scheme}", name, rank=rank, supports=owner.supports, dtypes=tuple(_CODES))(CodedCpu(owner))

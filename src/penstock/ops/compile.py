@@ -1,7 +1,7 @@
 """Compiles Triton kernels ahead of their first launch, in parallel processes, into the cache on disk.
 
 A dry run on meta tensors (`recording`) finds the needed kernels; later launches find them in the cache. `Compilation` runs the
-compiler processes (ops/compile_worker.py) meanwhile, and while weights load. `count` tells whether the JIT compiled more."""
+compiler processes (ops/compile_worker.py) meanwhile, and while weights load. `tally` tells whether the JIT compiled more."""
 
 import hashlib
 import importlib.util
@@ -22,7 +22,7 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.ops import gpu
 from penstock.ops.registry import Kernels
-from penstock.platform.kept import Kept, cache_folder
+from penstock.platform.kept import cache_folder
 
 _PROCESSES = 16
 """The most compiler processes; a model has a few dozen kernels."""
@@ -38,7 +38,7 @@ class Job:
     kernel: str
     data: str = ""
     """Triton's own description of the rest."""
-    entry: Path = Path()
+    entry: str = ""
     """The file that is there once the kernel is in the cache."""
     caller: str = ""
     """The module that launches it."""
@@ -57,11 +57,6 @@ class Tally:
 
 
 tally = Tally()
-
-
-def count() -> int:
-    """Kernels compiled in this process since `watch`."""
-    return tally.compiled
 
 
 def _listen(*, src: Any, cache_hit: bool, **_more: Any) -> None:
@@ -124,7 +119,7 @@ def recording(chip: gpu.Chip, found: Callable[[Job], object] = id) -> Iterator[d
         driver._active = active  # noqa: SLF001
 
 
-def _entry(function: Any, described: dict[str, Any], options: dict[str, Any], target: Any) -> Path:
+def _entry(function: Any, described: dict[str, Any], options: dict[str, Any], target: Any) -> str:
     """The cache entry that Triton's `compile` looks for: the file that lists a kernel's other files."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
@@ -135,7 +130,7 @@ def _entry(function: Any, described: dict[str, Any], options: dict[str, Any], ta
     options_of = backend.parse_options({name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
     key = get_cache_key(source, backend, options_of, get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return Path(manager.cache_dir) / f"__grp__{source.name[:150]}.json"
+    return os.path.join(manager.cache_dir, f"__grp__{source.name[:150]}.json")
 
 
 def _caller() -> str:
@@ -147,25 +142,6 @@ def _caller() -> str:
         if name.startswith("penstock.ops.") and name != __name__:
             return name
     return ""
-
-
-class Manifest:
-    """The kernels that a rehearsal found, kept on disk so that the next start of the same configuration need not rehearse."""
-
-    def __init__(self, *what: object) -> None:
-        """`what` are the inputs that kernels depend on, besides the versions of Penstock, Triton and torch."""
-        self._kept = Kept(kept_folder() / "manifests", *what)
-
-    def jobs(self) -> list[Job] | None:
-        """The jobs that `keep` saved; None if there are none."""
-        kept = self._kept.read()
-        return None if kept is None else [Job(job["module"], job["kernel"], job["data"], Path(job["entry"]), job["caller"])
-                                          for job in kept]
-
-    def keep(self, jobs: list[Job]) -> None:
-        """Saves the jobs atomically. Errors of the file system are ignored: the next start rehearses again."""
-        self._kept.write([{"module": job.module, "kernel": job.kernel, "data": job.data, "entry": str(job.entry),
-                           "caller": job.caller} for job in jobs])
 
 
 def kept_folder() -> Path:
@@ -196,7 +172,7 @@ class Compilation:
     def add(self, job: Job) -> None:
         """Has a kernel compiled, by one more process if there may be one."""
         self._all.append(job)
-        if job.entry.exists():
+        if os.path.exists(job.entry):
             return
         if not self.compiled:
             self._jobs.put(Job("", "utilities"))

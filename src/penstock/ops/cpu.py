@@ -339,11 +339,12 @@ class CpuOperations:
 def _register() -> None:
     for isa in native.INSTRUCTION_SETS:
         operations = CpuOperations(isa)
-        for op in ("linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "cache_write", "attention",
-                   "experts", "lora", "gated", "activation", "sample"):
-            register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports,
-                     dtypes=tuple(_CODES))(getattr(operations, op))
-        coded_cpu.register_all(operations, f"cpu-{isa.name}", isa.rank)
+        calls: dict[str, Any] = {op: getattr(operations, op) for op in (
+            "linear", "head_linear", "rms_norm", "add_rms_norm", "layer_norm", "rope_write", "cache_write", "attention",
+            "experts", "lora", "gated", "activation", "sample")}
+        calls |= {f"linear.{scheme}": coded_cpu.CodedCpu(operations) for scheme in coded_cpu.NAMES}
+        for op, call in calls.items():
+            register(op, f"cpu-{isa.name}", rank=isa.rank, supports=operations.supports, dtypes=tuple(_CODES))(call)
 
 
 _register()

@@ -80,7 +80,8 @@ def library(name: str) -> ctypes.CDLL:
     with _lock:
         if name not in _loaded:
             try:
-                _loaded[name] = _open(build(next(i for i in INSTRUCTION_SETS if i.name == name)))
+                options = next(isa.options for isa in INSTRUCTION_SETS if isa.name == name)
+                _loaded[name] = _open(compiled(f"kernels-{name}", SOURCES, options))
             except BuildError as error:
                 log.warning("CPU kernels for %s are not available, slower ones serve: %s", name, error)
                 _loaded[name] = error
@@ -103,11 +104,6 @@ def set_threads(count: int) -> None:
         for found in _loaded.values():
             if isinstance(found, ctypes.CDLL):
                 found.penstock_set_threads(count)
-
-
-def build(isa: InstructionSet) -> Path:
-    """Path of the kernels' library for an instruction set."""
-    return compiled(f"kernels-{isa.name}", SOURCES, isa.options)
 
 
 def compiled(name: str, sources: Path, extra: tuple[str, ...] = ()) -> Path:

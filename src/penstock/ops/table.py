@@ -22,11 +22,10 @@ def any_shape(_n: int, _k: int) -> bool:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`call` serves `op`. Of the implementations that can serve here, the one of highest `rank` is bound.
+    """`call` serves an operation. Of those that can serve here, the one of highest `rank` is bound.
 
     The other fields say what it can do: callers read them instead of comparing names."""
 
-    op: str
     name: str
     call: Any
     supports: Supports
@@ -62,7 +61,7 @@ def register(op: str, name: str, *, rank: int, supports: Supports = lambda _fact
     The keywords are the fields of `Implementation`."""
 
     def enter(call: Call) -> Call:
-        TABLE.setdefault(op, {})[name] = Implementation(op, name, call, supports, rank, **abilities)
+        TABLE.setdefault(op, {})[name] = Implementation(name, call, supports, rank, **abilities)
         return call
 
     return enter

@@ -5,7 +5,7 @@ Call `survey`, `check`, `load`, `prepare`, then `launch` for each plan. `close` 
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -363,17 +363,18 @@ class Rank:
 
 def compilation(config: EngineConfig, spec: models.ModelSpec, kernels: registry.Kernels,
                 device: torch.device) -> compiling.Compilation | None:
-    """Starts compiling the kernels that steps launch, in other processes, while weights load."""
+    """Starts compiling the kernels that steps launch, in other processes, while weights load. A rehearsal finds them, and they
+    are kept on disk, so that the next start of the same need not rehearse."""
     chip = gpu.chip(device)
-    manifest = compiling.Manifest(spec, config, kernels.table(), chip)
-    jobs = manifest.jobs()
-    found = compiling.Compilation(jobs or (), chip.capability)
-    if jobs is None:
+    kept = Kept(compiling.kept_folder() / "manifests", spec, config, kernels.table(), chip)
+    known = kept.read()
+    found = compiling.Compilation([compiling.Job(**job) for job in known or ()], chip.capability)
+    if known is None:
         try:
-            manifest.keep(rehearse(
+            kept.write([asdict(job) for job in rehearse(
                 spec, kernels, dtype=getattr(torch, config.dtype), rows=config.max_num_seqs, page=config.page,
                 tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len, graph_tokens=config.graph_tokens,
-                chip=chip, adapters=config.adapters, found=found.add))
+                chip=chip, adapters=config.adapters, found=found.add)])
         except Exception as error:  # noqa: BLE001 (slower start, but never a failed one)
             LOG.warning("kernels are compiled one by one as they are needed: %s: %s", type(error).__name__, error)
             found.close()
