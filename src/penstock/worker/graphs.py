@@ -107,7 +107,7 @@ class Graphs:
             plans = [(bucket, dummy_plan(spread(bucket.tokens, bucket.segments) if bucket.tokens == bucket.segments
                                          else filled(bucket.tokens, self._longest - 1))) for bucket in self.buckets.all()]
             # Fill all arrays once before capturing, so that the staging buffer they share has its final address.
-            self.builder.reserve(max(self.builder.fill(plan, bucket, picks_of(plan)).size for bucket, plan in plans))
+            self.builder.staging.reserve(max(self.builder.fill(plan, bucket, picks_of(plan)).size for bucket, plan in plans))
             if self._adapters is not None:
                 self._adapters.reserve(plans[0][0].tokens)
             for adapted in (False, True) if self._adapters is not None else (False,):
@@ -206,10 +206,10 @@ class Graphs:
 
 
 class Runner:
-    def __init__(self, model: Decoder, rows: Rows, page: int) -> None:
+    def __init__(self, model: Decoder, rows: Rows, page: int, graphs: Graphs | None = None) -> None:
         self.model = model
         self.builder = StepBuilder(model, rows, page)
-        self.graphs: Graphs | None = None
+        self.graphs = graphs
         self.adapters: Adapters | None = None
         self.pipe: Pipe | None = None
 

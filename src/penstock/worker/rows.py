@@ -30,7 +30,7 @@ class Parameters:
         """On a CPU, the host's own memory."""
         self.lists = torch.zeros(0, dtype=torch.int32, device=device)
         self.features = self._host[:, Column.FEATURES]
-        self._params: dict[int, SamplingParams] = {}
+        self.params: dict[int, SamplingParams] = {}
         self._lines = Staging(device, bring)
         self._words = Staging(device, bring)
         self._blocks: dict[int, Ints] = {}
@@ -48,25 +48,17 @@ class Parameters:
     def prompt_len(self, row: int) -> int:
         return int(self._host[row, Column.PROMPT])
 
-    def logprobs(self, row: int) -> int:
-        """Number of top log probabilities that the row asks for per token."""
-        return self._params[row].logprobs or 0
-
     def named(self, rows: Ints) -> Ints:
         """[L, w] the tokens whose log probabilities the rows ask for by id, filled up with -1; w is 0 where none does so."""
-        lists = [self._params[row].logprob_token_ids or () for row in rows.tolist()]
+        lists = [self.params[row].logprob_token_ids or () for row in rows.tolist()]
         ids = np.full((len(lists), max(map(len, lists), default=0)), -1, np.int32)
         for line, known in zip(ids, lists, strict=True):
             line[:len(known)] = known
         return ids
 
-    def prompt_logprobs(self, row: int) -> int:
-        """Number of top log probabilities that the row asks for per prompt token."""
-        return self._params[row].prompt_logprobs or 0
-
     def leave(self, rows: Iterable[int]) -> None:
         for row in rows:
-            self._params.pop(row, None)
+            self.params.pop(row, None)
             self._blocks.pop(row, None)
 
     def enter(self, enters: list[Enter]) -> None:
@@ -76,7 +68,7 @@ class Parameters:
         changed = {enter.row for enter in enters}
         blocks: dict[int, Ints] = {}
         for enter in enters:
-            self._params[enter.row] = enter.params
+            self.params[enter.row] = enter.params
             self._blocks.pop(enter.row, None)
             _describe(enter, self._host[enter.row])
             if self.features[enter.row] & (Feature.EDIT | Feature.ALLOWED):

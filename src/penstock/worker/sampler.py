@@ -188,7 +188,7 @@ class Sampler:
         drawn = self._ops.probabilities(logits, parameters.table, lines.row, threshold) if whole else None
         if not len(asking):
             return Sampled(tokens, None, drawn)
-        top = max(map(parameters.logprobs, lines.rows[picks[2]].tolist()))
+        top = max(parameters.params[row].logprobs or 0 for row in lines.rows[picks[2]].tolist())
         found = self._ops.score(own[0], tokens[asking.long()], top, own[1])
         if len(named):
             ids = named.view(len(asking), -1)
@@ -276,7 +276,7 @@ def prompts(model: Decoder, head: HeadOf, hidden: torch.Tensor, plan: StepPlan, 
     for segment in scoring:
         row, start = int(plan.rows[segment]), int(plan.starts[segment])
         end = min(start + int(plan.counts[segment]), rows.parameters.prompt_len(row) - 1)
-        top = rows.parameters.prompt_logprobs(row)
+        top = rows.parameters.params[row].prompt_logprobs or 0
         lines = max(1, min(_LINES, _SCORES // (1 + top)))
         for first in range(start, end, lines):
             last = min(end, first + lines)

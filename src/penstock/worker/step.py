@@ -131,7 +131,7 @@ class StepBuilder:
         self._works = list(model.works)
         self._sharing = [work.ops.shares(work.geometry) for work in self._works]
         self._parts: dict[Bucket, Parts] = {}
-        self._staging = Staging(rows.device, rows.bring)
+        self.staging = Staging(rows.device, rows.bring)
         self._columns = rows.tables[0].shape[1]
         self._captured = captured
         self.fits = rows.device.type == "cuda"
@@ -139,10 +139,6 @@ class StepBuilder:
         self._library: list[list[Span]] = [[] for _ in self._works]
         self._few = True
         self._dividers = [work.ops.divider(work.geometry) for work in self._works]
-
-    def reserve(self, size: int) -> None:
-        """Reserves `size` elements at a fixed address, from which captured graphs read."""
-        self._staging.reserve(size)
 
     def size(self, count: int) -> int:
         """Returns the GEMM row bucket of `count`."""
@@ -177,7 +173,7 @@ class StepBuilder:
         prepared = [self._divide(place, plan, context, bucket, shared if shares else None)
                     for place, shares in enumerate(self._sharing)]
         parts = self._lay_out(bucket, prepared)
-        host = self._staging.host(parts.size)
+        host = self.staging.host(parts.size)
         segments, tail = len(plan.rows), bucket.segments - len(plan.rows)
 
         def put(part: slice, values: Ints | Places, rest: int = 0) -> None:
@@ -207,7 +203,7 @@ class StepBuilder:
             put(parts.behind, before)
             put(parts.left, left)
             put(parts.lines_segment, chosen)
-        self._staging.send(parts.size)
+        self.staging.send(parts.size)
         if plan.slack is not None:
             self.move(bucket, parts, self.length)
         # Eager steps copy only the block table columns in use; captured steps copy all.
@@ -233,7 +229,7 @@ class StepBuilder:
 
     def move(self, bucket: Bucket, parts: Parts, length: torch.Tensor | None = None) -> None:
         """Moves segments filled with slack on the device: to where they begin, by rows' `length`, or to their next pass."""
-        there = self._staging.device(parts.size)
+        there = self.staging.device(parts.size)
         of = Moving(*(there[part] for part in (parts.row, parts.start, parts.context, parts.slack, parts.behind, parts.left,
                                                parts.lines_row, parts.lines_position, parts.lines_segment)))
         lists = (work.ops.items(work.geometry, there[part], bucket.segments, bucket.tokens)
@@ -268,21 +264,21 @@ class StepBuilder:
 
     def heads(self, parts: Parts, count: int) -> torch.Tensor:
         """Returns the token indices of the first `count` logits rows, int32."""
-        return self._staging.device(parts.size)[parts.heads][:count]
+        return self.staging.device(parts.size)[parts.heads][:count]
 
     def choice(self, parts: Parts, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the inputs of captured sampling for the first `count` logits rows: shift, rows, positions."""
-        there = self._staging.device(parts.size)
+        there = self.staging.device(parts.size)
         return there[parts.shift][:1], there[parts.lines_row][:count], there[parts.lines_position][:count]
 
     def lines(self, parts: Parts, plan: StepPlan, picks: Picks) -> LogitsRows:
-        there, chosen, count = self._staging.device(parts.size), picks.segments, len(picks.segments)
+        there, chosen, count = self.staging.device(parts.size), picks.segments, len(picks.segments)
         row, position = there[parts.lines_row][:count], there[parts.lines_position][:count]
         return LogitsRows(chosen, plan.rows[chosen], plan.starts[chosen] + picks.offsets + 1 + self._ahead, row, position)
 
     def step(self, bucket: Bucket, parts: Parts, ends: int | None = None, branches: Branches | None = None) -> Step:
         """Returns the step that was filled last. `ends`: logits rows whose hidden states are wanted; None: all tokens."""
-        there = self._staging.device(parts.size)
+        there = self.staging.device(parts.size)
         rows = self._rows
         row, start, context, query_start = (there[part] for part in (parts.row, parts.start, parts.context, parts.query_start))
         built = self._build(self._tokens, rows.device_tables, row, start, query_start, self._page, bucket.tokens, self._columns)
@@ -294,7 +290,7 @@ class StepBuilder:
 
     def _tree(self, bucket: Bucket, parts: Parts, branches: Branches, positions: torch.Tensor) -> Tree:
         """Moves the positions of tokens, and of the tokens chosen behind them, to where the tree has them."""
-        there, room = self._staging.device(parts.size), bucket.tokens - len(branches.bits)
+        there, room = self.staging.device(parts.size), bucket.tokens - len(branches.bits)
         begins = upload(np.append(branches.begins, np.full(bucket.segments - len(branches.begins), FAR)).astype(np.int32),
                         self.device)
         bits, shift = F.pad(branches.bits, (0, room)), F.pad(branches.shift, (0, room))

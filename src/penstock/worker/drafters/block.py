@@ -46,8 +46,7 @@ class LoadedBlock(LoadedDrafter):
 
 class Block(Drafter):
     def __init__(self, model: Decoder, loaded: LoadedBlock, host: Host) -> None:
-        self._runner = Runner(model, host.rows, host.page)
-        self._runner.graphs = host.capture(model)
+        self._runner = Runner(model, host.rows, host.page, host.capture(model))
         # The head follows the step, when lengths are new already.
         self._runner.begin_at(host.rows.before)
         self._host, self._head, self._extra = host, loaded.head, loaded.extra

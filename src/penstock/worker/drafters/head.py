@@ -46,8 +46,7 @@ class LoadedHead(LoadedDrafter):
 
 class Head(Drafter):
     def __init__(self, model: Decoder, loaded: LoadedHead, host: Host) -> None:
-        self._runner = Runner(model, host.rows, host.page)
-        self._runner.graphs = host.capture(model)
+        self._runner = Runner(model, host.rows, host.page, host.capture(model))
         self._host = host
         self._chooser = Chooser(host, model, self._runner.builder.size, loaded.tokens)
         self._normed, self._masks = loaded.normed, loaded.masks

@@ -107,9 +107,8 @@ class Chain:
 class DraftModel(Drafter):
     def __init__(self, model: Decoder, host: Host, tokens: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         """`tokens`: as in `Chooser`."""
-        self._runner = Runner(model, host.rows, host.page)
+        self._runner = Runner(model, host.rows, host.page, host.capture(model))
         self._chooser = Chooser(host, model, self._runner.builder.size, tokens)
-        self._runner.graphs = host.capture(model)
         self._host = host
         self._chain = Chain(self._runner, self._further, host)
         self._budget = host.budget
