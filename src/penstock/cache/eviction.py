@@ -10,6 +10,7 @@ candidates of equal priority, a `Policy` sorts them into kinds and compares the 
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import count
 from operator import itemgetter
 
 from penstock.cache.prefix import TOKEN, Account, Node, Prefix
@@ -150,16 +151,15 @@ class _Candidates:
         """By priority, then by kind: (last use, serial number, node)."""
         self._lapsing: list[tuple[float, int, Node]] = []
         """A heap of nodes by the time at which their retention priority expires."""
-        self._serial = 0
+        self._numbers = count()
 
     def push(self, node: Node) -> None:
         evictor = self._evictor
         priority = evictor.priority(node)
-        self._serial += 1
         kinds = self._heaps.setdefault(priority, {})
-        heapq.heappush(kinds.setdefault(evictor.policy.kind(node), []), (node.used, self._serial, node))
+        heapq.heappush(kinds.setdefault(evictor.policy.kind(node), []), (node.used, next(self._numbers), node))
         if priority != DEFAULT_PRIORITY:
-            heapq.heappush(self._lapsing, (node.until, self._serial, node))
+            heapq.heappush(self._lapsing, (node.until, next(self._numbers), node))
 
     def nodes(self) -> Iterator[Node]:
         """All queued nodes, including outdated entries that have not surfaced yet."""
@@ -226,7 +226,7 @@ class Evictor:
         block or is below it), in the order in which they were released."""
         self._ends: list[tuple[int, int, int, tuple[int, int], int, Node]] = []
         """A heap of loose pages that continue a node's end: (priority, last use, serial number, (group, page), block, node)."""
-        self._serial = 0
+        self._numbers = count()
 
     def priority(self, node: Node) -> int:
         return node.priority if node.until > self.now else DEFAULT_PRIORITY
@@ -314,8 +314,7 @@ class Evictor:
             if block < self._keeps[place[0]].needed(found.end)[0] // page:
                 self._drop(found, place[0], block - found.start // page)
                 return True
-            self._serial += 1
-            heapq.heappush(self._ends, (self.priority(found), found.used, self._serial, place, block, found))
+            heapq.heappush(self._ends, (self.priority(found), found.used, next(self._numbers), place, block, found))
         return False
 
     def _first_end(self) -> tuple[int, int, int, tuple[int, int], int, Node] | None:
