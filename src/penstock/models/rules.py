@@ -23,8 +23,6 @@ class Rule:
     source: str
     target: str | None
     change: Change | None = None
-    spare: bool = False
-    """Tensors whose parameter the model does not have are left out."""
 
     @classmethod
     def named(cls, source: str, names: Mapping[str, str | tuple[str, Change] | None]) -> "tuple[Rule, ...]":

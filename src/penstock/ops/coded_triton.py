@@ -179,7 +179,7 @@ def launch_mixed(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
         TensorDescriptor.from_tensor(x, [tall, size], layout),
         TensorDescriptor.from_tensor(weight.data.view(torch.int16).view(-1, size), [64, size], layout),
         weight.words, weight.gains, bias, out, partial, tickets, rows, n, total, weight.spread, split=split, stages=stages,
-        group=8, kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, gate=gate, num_warps=4,
+        kind=weight.kind, form=weight.form, half=weight.half, scales=weight.scales, gate=gate, num_warps=4,
         **gpu.linked(x.device))
     return out
 

@@ -211,7 +211,7 @@ def _load(x, matrix, rooms, codes, full, empty, row, panel, below, begin, units,
 
 @gluon.jit(do_not_specialize=("rows",))
 def mixed(x, matrix, words, gains, bias, out, partial, tickets, rows, n, total, spread, split: gl.constexpr,
-          stages: gl.constexpr, group: gl.constexpr, kind: gl.constexpr, form: gl.constexpr, half: gl.constexpr,
+          stages: gl.constexpr, kind: gl.constexpr, form: gl.constexpr, half: gl.constexpr,
           scales: gl.constexpr, gate: gl.constexpr, linked: gl.constexpr):
     """out [rows, n] = x [rows, k] times a matrix of 4-bit codes, transposed, as of coded_kernels.py::product.
 
@@ -222,11 +222,9 @@ def mixed(x, matrix, words, gains, bias, out, partial, tickets, rows, n, total, 
     size: gl.constexpr = x.block_type.shape[1]
     parts: gl.constexpr = 1 if gate is None else 2
     dtype: gl.constexpr = x.dtype
-    tile, down, across = gl.program_id(0), gl.cdiv(rows, tall), gl.cdiv(n, 128)
-    first = tile // (group * across) * group
-    band = gl.minimum(down - first, group)
-    row = (first + tile % (group * across) % band) * tall
-    panel = tile % (group * across) // band * 2
+    # Programs with the same rows of the matrix are neighbours.
+    tile, down = gl.program_id(0), gl.cdiv(rows, tall)
+    row, panel = tile % down * tall, tile // down * 2
     share = gl.cdiv(total, split)
     begin = gl.program_id(1) * share
     units = gl.minimum(share, total - begin)
