@@ -194,8 +194,6 @@ class EngineOptions:
 
 
 class Wanted(NamedTuple):
-    """A model to serve."""
-
     names: list[str]
     options: EngineOptions
     share: float = 1.0

@@ -28,7 +28,6 @@ class Lateness:
         return self._mean + self.deviations * self._deviation
 
     def took(self, seconds: float) -> None:
-        """Learns from one."""
         self._deviation += 2 * self._gain * (abs(seconds - self._mean) - self._deviation)
         self._mean += self._gain * (seconds - self._mean)
 

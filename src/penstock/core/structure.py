@@ -58,8 +58,6 @@ class Sequence(msgspec.Struct, frozen=True):
 
 
 class Either(msgspec.Struct, frozen=True):
-    """One of the parts."""
-
     parts: "tuple[Node, ...]"
 
 

@@ -61,7 +61,6 @@ class Values:
         return found[0] if len(found) == 1 else Either(tuple(found))
 
     def _values(self, schema: Any, place: str, stop: str, seen: frozenset[str]) -> List[Node]:
-        """Returns alternatives."""
         form, types = self._form, types_of(schema, self._root)
         if not isinstance(schema, Mapping):
             return [Json(schema)]
@@ -270,7 +269,6 @@ def _addressed(dialect: Dialect, how: Written, tools: Tools, parallel: bool) -> 
 
 
 def _either(dialect: Dialect, how: Written, tools: Tools) -> Node:
-    """Returns the structure of a call of one of the tools."""
     return Either(tuple(_call(dialect, how, tools, name) for name in tools.names))
 
 

@@ -179,7 +179,6 @@ class PoolingRequestOutput:
         return cls(request.id, request.prompt_ids, pool=request.pool)
 
     def add(self, delta: Delta) -> None:
-        """Takes the one delta of this request."""
         self.finished, self.error = True, delta.error
         if delta.pooled is not None:
             self.vector = vectors_of(delta.pooled, self.pool, len(self.prompt_token_ids))

@@ -175,7 +175,6 @@ class RemoteRank:
         self.failed, self.owed, self.ready = None, 0, False
 
     def end(self) -> None:
-        """Asks the process to end."""
         if self.well:
             with suppress(zmq.ZMQError):
                 self._outbox.send(encode(Told("close")), zmq.NOBLOCK)

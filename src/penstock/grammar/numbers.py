@@ -24,8 +24,6 @@ _LONGEST = 1000
 
 
 class Numbers:
-    """Of one vocabulary."""
-
     def __init__(self, tokens: Iterable[bytes]) -> None:
         self._ends: dict[int, bytes] = {}
         """The number characters at the ends of tokens that have some."""

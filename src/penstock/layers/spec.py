@@ -64,7 +64,6 @@ class ModelSpec:
     """A draft head on the last stage uses the embedding, which that stage has, too."""
 
     def at(self, place: Place) -> ModelSpec:
-        """The part of the rank at `place`."""
         whole = self.dealt(place)
         if place.datas > 1:
             whole = whole.changed(lambda mixer: mixer.deal(place.world) if isinstance(mixer, ExpertsSpec) else mixer)

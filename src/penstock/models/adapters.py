@@ -42,8 +42,6 @@ class _Part:
 
 
 class ExpertAdapters:
-    """Gathers the pairs of one adapter."""
-
     def __init__(self, spec: ModelSpec, rules: Sequence[Rule]) -> None:
         self._spec, self._rules = spec, rules
         self._stacks = {one.name: one for one in spec.parameters() if one.stack}
@@ -198,8 +196,6 @@ def _pieces(parameter: Parameter) -> tuple[int, ...]:
 
 
 class AdapterReader:
-    """Reads adapters for one rank of a model."""
-
     def __init__(self, spec: ModelSpec, place: Place, rules: Sequence[Rule], dtype: torch.dtype, most: int, weights: Rows,
                  group: Group | None = None) -> None:
         """For the rank at `place` of `spec`, and adapters of rank at most `most`; `group`: ranks that read together."""

@@ -29,8 +29,6 @@ _ALIGNED = 256
 
 
 class _Part(NamedTuple):
-    """One tensor of a matrix."""
-
     kept: torch.Tensor
     memory: mmap.mmap
     start: int

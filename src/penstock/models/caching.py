@@ -75,7 +75,6 @@ def stated(config: Mapping[str, Any]) -> str | None:
 
 
 def _given(scales: Mapping[str, str]) -> dict[str, list[float]]:
-    """The option's scales, of all layers."""
     if not scales:
         return {}
     try:

@@ -23,8 +23,6 @@ _BUFFERS = 2
 
 
 class Arrival:
-    """One transfer in flight."""
-
     def __init__(self, chunks: int) -> None:
         self._missing = chunks
         self._sent: list[torch.cuda.Event] = []
@@ -59,7 +57,6 @@ class Bytes(NamedTuple):
 
     @classmethod
     def of(cls, start: int, tensor: torch.Tensor) -> "Bytes":
-        """A whole tensor, in one run."""
         return cls(start, tensor.nbytes, tensor.nbytes)
 
     @classmethod

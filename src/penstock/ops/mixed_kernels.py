@@ -100,14 +100,11 @@ def _numbers(code, factors, piece: gl.constexpr, kind: gl.constexpr, form: gl.co
 
 @gluon.jit
 def _prepared(word, words, codes, place, unit, after, own, spread, kind: gl.constexpr, form: gl.constexpr, half: gl.constexpr,
-              scales: gl.constexpr, early: gl.constexpr, dtype: gl.constexpr, operand: gl.constexpr):
-    """A unit's first piece of numbers, its codes of 64 rows, their factors, and words of scales: of the unit `after` it if they
-    are read `early`, a turn before they are needed."""
-    if not early:
-        word = _words(words, unit, own, spread, scales, form)
+              scales: gl.constexpr, dtype: gl.constexpr, operand: gl.constexpr):
+    """A unit's first piece of numbers, its codes of 64 rows, their factors, and the words of scales of the unit `after` it:
+    they are read a turn before they are needed."""
     factors = _factors(word, unit, own, scales, form, half, dtype)
-    if early:
-        word = _words(words, after, own, spread, scales, form)
+    word = _words(words, after, own, spread, scales, form)
     code = codes.index(place).load(operand)
     return _numbers(code, factors, 0, kind, form, half, dtype), code, factors, word
 
@@ -130,7 +127,6 @@ def _multiply(who: gl.constexpr, rooms, codes, full, empty, words, gains, bias, 
     products of the piece before are computed."""
     tall: gl.constexpr = rooms.shape[1]
     parts: gl.constexpr = 1 if gate is None else 2
-    early: gl.constexpr = gate is None or form != "shifts"  # else registers spill
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tall, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums, k_width=2)
     own = (panel + who) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
@@ -140,7 +136,7 @@ def _multiply(who: gl.constexpr, rooms, codes, full, empty, words, gains, bias, 
         totals = totals + (gl.zeros([64, tall], gl.float32, sums),)  # noqa: RUF005
         word = _words(words, begin, own + h * n, spread, scales, form)
         ready = ready + (_prepared(word, words, codes, h * 2 + who, begin, begin + gl.minimum(1, units - 1), own + h * n,  # noqa: RUF005
-                                   spread, kind, form, half, scales, early, dtype, operand),)
+                                   spread, kind, form, half, scales, dtype, operand),)
     for turn in range(units):
         numbers = ready
         for piece in gl.static_range(4):
@@ -158,7 +154,7 @@ def _multiply(who: gl.constexpr, rooms, codes, full, empty, words, gains, bias, 
         prepared = ()
         for h in gl.static_range(parts):
             prepared = prepared + (_prepared(ready[h][3], words, codes, (then % stages * parts + h) * 2 + who, begin + then,  # noqa: RUF005
-                                             after, own + h * n, spread, kind, form, half, scales, early, dtype, operand),)
+                                             after, own + h * n, spread, kind, form, half, scales, dtype, operand),)
         ready = prepared
         totals = hopper.warpgroup_mma_wait(0, deps=totals)
         if parts == 1:

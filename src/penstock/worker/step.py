@@ -145,7 +145,6 @@ class StepBuilder:
         return fitted(count) if self.fits else count
 
     def bucket(self, plan: StepPlan, picks: int) -> Bucket:
-        """Returns the smallest eager bucket for the plan."""
         tokens, segments = int(plan.counts.sum()), len(plan.rows)
         size = self.size(tokens)
         # Kernels recognise a decode step by having as many segments as tokens.

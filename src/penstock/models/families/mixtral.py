@@ -156,7 +156,6 @@ def hunyuan(config: Config) -> ModelSpec:
 
 
 def _hunyuan_mlps(config: Config) -> list[MixerSpec]:
-    """Of each layer."""
     wide, experts = config.integer("intermediate_size"), parts.expert_count(config)
     numbers = (_of_each(config, name, default) for name, default in (
         ("moe_topk", 1), ("num_shared_expert", 1), ("moe_intermediate_size", wide)))

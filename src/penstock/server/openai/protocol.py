@@ -316,8 +316,6 @@ class NamedFunction(msgspec.Struct):
 
 
 class NamedTool(msgspec.Struct, kw_only=True):
-    """One tool by its name."""
-
     type: Literal["function", "custom"] = "function"
     function: NamedFunction | None = None
     custom: NamedFunction | None = None

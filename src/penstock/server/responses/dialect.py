@@ -134,7 +134,6 @@ class Responses(OpenAIForm):
         return await respond(http, stream, answer, bool(body.stream), wire)
 
     async def _history(self, body: r.ResponseRequest, owner: str) -> list[r.Item]:
-        """The items before the request's own."""
         previous, conversation = body.previous_response_id, _name(body.conversation)
         if previous is not None and conversation is not None:
             raise RequestError("previous_response_id and conversation both say what came before; send one of them",

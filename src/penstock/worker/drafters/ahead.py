@@ -63,8 +63,6 @@ def _plan(rows: Ints, starts: Ints) -> StepPlan:
 
 @dataclass
 class _Followed:
-    """A row of the target."""
-
     base: int
     """Its row here."""
     length: int
