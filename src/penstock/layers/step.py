@@ -124,7 +124,7 @@ class Step:
 
 
 Adapted = Base | Step
-"""What a projection is told of its rows."""
+"""Facts about a projection's rows."""
 
 
 @dataclass(frozen=True)
