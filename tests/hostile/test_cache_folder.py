@@ -18,7 +18,7 @@ from penstock.stores.disk import DiskStore
 from penstock.stores.folder import INCOMING, MARKER, PAGES, SUBFOLDER, claim
 from penstock.stores.record import HEADER_BYTES
 from tests.system.test_tiers import figures, reference, slab_bytes, start, talk
-from tests.unit.stores.pages import get, name, page, put, version
+from tests.unit.stores.pages import get, name, page, path_of, put, version
 
 KEY = "ab" * 32
 
@@ -101,13 +101,13 @@ def test_bystanders_survive_everything(tmp_path: Path, capsys: pytest.CaptureFix
         catalog.doom_all()
         catalog.bury()
     put(catalog.store, version(), 90)  # type: ignore[arg-type]
-    catalog.store.path(name(90)).write_bytes(b"broken")  # type: ignore[attr-defined]
+    path_of(catalog.store, name(90)).write_bytes(b"broken")  # type: ignore[arg-type]
     assert main(["cache", "verify", str(root), "--remove"]) == 1
     put(catalog.store, version(), 91)  # type: ignore[arg-type]
     for words in (["ls"], ["ls", "--pages"], ["stat"], ["rm", "--keep-bytes", "1"], ["rm", "--unused", "0s"], ["rm", "--all"]):
         assert main(["cache", words[0], str(root), *words[1:]]) == 0
     assert "0 bytes are left" in capsys.readouterr().out
-    assert not catalog.store.path(name(91)).exists()  # type: ignore[attr-defined]
+    assert not path_of(catalog.store, name(91)).exists()  # type: ignore[arg-type]
     assert kept(before, root, elsewhere)
 
 
@@ -185,14 +185,14 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     """A page, or the folder of its pages, that is a link to a page elsewhere is neither read, written nor deleted."""
     store, other = (DiskStore(claim(str(tmp_path / text)), version()) for text in ("one", "two"))
     put(other, version(), 1)
-    target = other.path(name(1))
-    bucket = store.path(name(1)).parent
+    target = path_of(other, name(1))
+    bucket = path_of(store, name(1)).parent
     bucket.mkdir()
-    store.path(name(1)).symlink_to(target)
+    path_of(store, name(1)).symlink_to(target)
     with pytest.raises(OSError, match="symbolic links"):
         get(store, version(), 1)
     store.delete(name(1))
-    assert get(other, version(), 1) == page(1) and not store.path(name(1)).is_symlink()
+    assert get(other, version(), 1) == page(1) and not path_of(store, name(1)).is_symlink()
     bucket.rmdir()
     bucket.symlink_to(target.parent)
     for operation in (lambda: get(store, version(), 1), lambda: put(store, version(), 2), lambda: store.delete(name(1)),

@@ -4,6 +4,7 @@ bytes of an arena, a small host and a faulty store, while a seed decides when ea
 
 from __future__ import annotations
 
+import io
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from penstock.cache.tiers import hierarchy
 from penstock.cache.tiers.hierarchy import Hierarchy, TierPolicy
 from penstock.core.plan import LoadResult, PageName, StepPlan, WriteResult
 from penstock.core.steptime import StepTime
-from penstock.stores import Entry, Listing, fill
+from penstock.stores import Entry, Listing
 from penstock.stores.opening import Behind
 from penstock.worker import jobs, movers
 from penstock.worker.arena import Arena
@@ -54,7 +55,7 @@ class Shelf:
         data = bytearray(self._pages[name])
         if self._happens() and data:
             data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
-        return fill(parts, data)
+        return sum(map(io.BytesIO(data).readinto, parts))
 
     def touch(self, name: PageName) -> None:
         if self._happens():
