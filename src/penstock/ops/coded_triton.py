@@ -163,17 +163,15 @@ def launch_codes(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
 
 
 def launch_mixed(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None, dtype: torch.dtype,
-                 gate: str | None = None, cut: tuple[int, int, int] | None = None) -> torch.Tensor:
-    """The product with a matrix of 4-bit codes, decoded into the tensor cores' registers: `mixable` says of which. cut: as
-    of `mixture`."""
+                 gate: str | None = None) -> torch.Tensor:
+    """The product with a matrix of 4-bit codes, decoded into the tensor cores' registers: `mixable` says of which."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     rows, n, size = x.shape[0], weight.n if gate is None else weight.n // 2, weight.unit // 4
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     total, layout = weight.padded // weight.unit, NVMMASharedLayout(2 * size, 16, 2)
-    tall, split, stages = cut or mixture(rows, weight, gate is not None)
-    count = -(-n // 128) * -(-rows // tall)
+    tall, count, split, stages = mixture(rows, weight, gate is not None)
     programs, partial, tickets = parts_of(Tile(tall, 64, 1, split), count * 2, out, False)
     mixed.mixed[(count, programs)](
         TensorDescriptor.from_tensor(x, [tall, size], layout),
@@ -184,22 +182,21 @@ def launch_mixed(x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None
     return out
 
 
-def mixture(rows: int, weight: CodedWeight, gated: bool) -> tuple[int, int, int]:
-    """The cut of `launch_mixed`: rows of x in a program, parts of K, and stages."""
+def mixture(rows: int, weight: CodedWeight, gated: bool) -> tuple[int, int, int, int]:
+    """The cut of `launch_mixed`: rows of x in a program, tiles, parts of K, and stages."""
     tall, split = max(32, min(128, gpu.covering(rows))), 1
     count = -(-(weight.n // 2 if gated else weight.n) // 128) * -(-rows // tall)
     while not gated and count * split * 2 <= gpu.MULTIPROCESSORS and weight.padded // weight.unit // split >= 8:
         split *= 2
-    return tall, split, (3 if gated else 4) * 128 // weight.unit
+    return tall, count, split, (3 if gated else 4) * 128 // weight.unit
 
 
 def mixes(rows: int, weight: CodedWeight, gated: bool) -> bool:
     """Whether `launch_mixed` is faster than what serves else, by microseconds as bench/notes.md has them of an H200."""
     if rows <= 64 or rows > 1024:
         return 32 < rows <= 64 or (16 < rows <= 32 and not gated)
-    tall, split, _ = mixture(rows, weight, gated)
-    across, size = -(-weight.n // (256 if gated else 128)), weight.n * weight.padded / 1e6
-    turns = -(-across * -(-rows // tall) * split // gpu.MULTIPROCESSORS)
+    _, count, split, _ = mixture(rows, weight, gated)
+    turns, size = -(-count * split // gpu.MULTIPROCESSORS), weight.n * weight.padded / 1e6
     unit = 1.2 if weight.unit == 64 or weight.form == "shifts" else 1.0 if weight.kind == "e2m1" else 0.84
     ours = 3 + (7 if split > 1 else 0) + unit * (2 if gated else 1) * turns * -(-weight.padded // (128 * split))
     return ours <= 2 + max(3, 0.62 * size) + max(4, 0.48 * size, size * rows / 355)  # decoding, and cuBLAS
