@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from penstock.cli.bench.drawing import COLOURS, Box, Line, legend, panel, picture, rounded
 from penstock.cli.bench.figures import percentile
 from penstock.cli.simulation.fleet import Outcome, Record
@@ -59,8 +61,9 @@ def curves(records: Sequence[Record], title: str) -> str:
         lines = []
         for colour, tier in zip(COLOURS, sorted({record.tier for record in records}), strict=False):
             values = [max(1e-4, getattr(one, name.lower())) for one in records if one.tier == tier and one.tokens > i]
-            points = [(percentile(values, step), step / 100) for step in range(101)] if values else []
-            lines += [Line(tier or "none", points, colour)] if values else []
+            if values:
+                shares = np.percentile(values, range(101)).tolist()
+                lines.append(Line(tier or "none", [(value, step / 100) for step, value in enumerate(shares)], colour))
         if lines:
             box = Box(70 + 430 * i, 60, 340, 220)
             x = rounded([point[0] for line in lines for point in line.points], True)
