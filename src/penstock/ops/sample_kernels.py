@@ -3,6 +3,9 @@
 
 Imported late: Triton is not on every machine, and takes 0.3 s where it is."""
 
+from collections import namedtuple
+from enum import IntEnum
+
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -12,27 +15,15 @@ from penstock.ops.linked_kernel import enter
 from penstock.ops.sample_table import EDIT_WIDTH, M1, M2, STEP, WIDTH, Column, Edit, Feature
 
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
-_WIDTH = tl.constexpr(WIDTH)
-_FEATURES = tl.constexpr(int(Column.FEATURES))
-_PROMPT = tl.constexpr(int(Column.PROMPT))
-_SEED_KEY = tl.constexpr(int(Column.SEED_KEY))
-_INVERSE_TEMPERATURE = tl.constexpr(int(Column.INVERSE_TEMPERATURE))
-_PRESENCE = tl.constexpr(int(Column.PRESENCE))
-_FREQUENCY = tl.constexpr(int(Column.FREQUENCY))
-_REPETITION = tl.constexpr(int(Column.REPETITION))
-_ALLOWED = tl.constexpr(int(Column.ALLOWED))
-_ALLOWED_WORDS = tl.constexpr(int(Column.ALLOWED_WORDS))
-_EDITS = tl.constexpr(int(Column.EDITS))
-_EDIT_COUNT = tl.constexpr(int(Column.EDIT_COUNT))
-_RANDOM_ROW = tl.constexpr(int(Feature.RANDOM))
-_ALLOWED_ROW = tl.constexpr(int(Feature.ALLOWED))
-_EDIT_ROW = tl.constexpr(int(Feature.EDIT))
-_EDIT_WIDTH = tl.constexpr(EDIT_WIDTH)
-_TOKEN = tl.constexpr(int(Edit.TOKEN))
-_VALUE = tl.constexpr(int(Edit.VALUE))
-_UNTIL = tl.constexpr(int(Edit.UNTIL))
-_LENGTH = tl.constexpr(int(Edit.LENGTH))
-_SUFFIX = tl.constexpr(int(Edit.SUFFIX))
+_WIDTH, _EDIT_WIDTH = tl.constexpr(WIDTH), tl.constexpr(EDIT_WIDTH)
+
+
+def named(kind: type[IntEnum]) -> tl.constexpr:
+    """The numbers of an enumeration by their names, as a constant whose value is part of the keys of compiled kernels."""
+    return tl.constexpr(namedtuple(kind.__name__, kind.__members__)(*map(int, kind.__members__.values())))
+
+
+COLUMN, FEATURE, _EDIT = named(Column), named(Feature), named(Edit)
 _M1, _M2 = tl.constexpr(M1), tl.constexpr(M2)
 _STEP = tl.constexpr(STEP)
 _NONE = tl.constexpr(-(2**63))
@@ -101,13 +92,13 @@ def race(logits, stride, tiles, table, row, position, threshold, begins, values,
     place = tl.zeros((tile,), tl.int32)
     first = part * tiles * tile
     last = tl.minimum(first + tiles * tile, vocab)
-    if tl.load(words + _FEATURES) & _RANDOM_ROW:
-        inverse = real(tl.load(words + _INVERSE_TEMPERATURE))
+    if tl.load(words + COLUMN.value.FEATURES) & FEATURE.value.RANDOM:
+        inverse = real(tl.load(words + COLUMN.value.INVERSE_TEMPERATURE))
         lowest = float("-inf")
         if threshold is not None:
             lowest = tl.load(threshold + line)
         at = tl.load(position + line).to(tl.uint32)
-        key = _mix(at * _STEP + tl.load(words + _SEED_KEY).to(tl.uint32, bitcast=True))
+        key = _mix(at * _STEP + tl.load(words + COLUMN.value.SEED_KEY).to(tl.uint32, bitcast=True))
         for begin in range(first, last, tile):
             ids = begin + tl.arange(0, tile)
             x = tl.load(logits + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32) * inverse
@@ -161,7 +152,7 @@ def count(lines, first, table, row, position, tokens, length, counts, tile: tl.c
     known = tl.load(position + line)
     if tl.program_id(1) * tile >= known:
         return
-    prompt = tl.load(table + mine.to(tl.int64) * _WIDTH + _PROMPT)
+    prompt = tl.load(table + mine.to(tl.int64) * _WIDTH + COLUMN.value.PROMPT)
     token = tl.load(tokens + mine.to(tl.int64) * length + at, mask=at < known, other=0)
     counts += tl.program_id(0).to(tl.int64) * vocab
     tl.atomic_or(counts + token, 1, mask=at < prompt, sem="relaxed")
@@ -187,11 +178,11 @@ def penalize(lines, first, table, row, position, tokens, length, counts, logits,
     first_one = (at < known) & (found > 0)
     logits += line.to(tl.int64) * stride * align
     x = tl.load(logits + token, mask=first_one, other=0.0)
-    repetition = real(tl.load(words + _REPETITION))
+    repetition = real(tl.load(words + COLUMN.value.REPETITION))
     x = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
     generated = found >> 1
-    x -= generated.to(tl.float32) * real(tl.load(words + _FREQUENCY))
-    x -= tl.where(generated > 0, real(tl.load(words + _PRESENCE)), 0.0)
+    x -= generated.to(tl.float32) * real(tl.load(words + COLUMN.value.FREQUENCY))
+    x -= tl.where(generated > 0, real(tl.load(words + COLUMN.value.PRESENCE)), 0.0)
     tl.store(logits + token, x, mask=first_one)
 
 
@@ -209,11 +200,11 @@ def allow(lines, table, lists, row, logits, stride, tile: tl.constexpr, vocab: t
     enter(linked)
     line = tl.load(lines + tl.program_id(0))
     words = table + tl.load(row + line).to(tl.int64) * _WIDTH
-    if (tl.load(words + _FEATURES) & _ALLOWED_ROW) == 0:
+    if (tl.load(words + COLUMN.value.FEATURES) & FEATURE.value.ALLOWED) == 0:
         return
     at = tl.program_id(1) * tile + tl.arange(0, tile)
-    inside = at // 32 < tl.load(words + _ALLOWED_WORDS)
-    word = tl.load(lists + tl.load(words + _ALLOWED) + at // 32, mask=inside, other=0)
+    inside = at // 32 < tl.load(words + COLUMN.value.ALLOWED_WORDS)
+    word = tl.load(lists + tl.load(words + COLUMN.value.ALLOWED) + at // 32, mask=inside, other=0)
     _exclude(logits + line.to(tl.int64) * stride * align + at, word, at, vocab)
 
 
@@ -236,26 +227,27 @@ def edit(lines, table, lists, row, position, tokens, length, logits, stride, til
     line = tl.load(lines + tl.program_id(0))
     mine = tl.load(row + line).to(tl.int64)
     words = table + mine * _WIDTH
-    if (tl.load(words + _FEATURES) & _EDIT_ROW) == 0:
+    if (tl.load(words + COLUMN.value.FEATURES) & FEATURE.value.EDIT) == 0:
         return
     logits += line.to(tl.int64) * stride * align
     known = tl.load(position + line)
     end = tokens + mine * length + known
-    generated = known - tl.load(words + _PROMPT)
-    lists += tl.load(words + _EDITS)
-    edits = tl.load(words + _EDIT_COUNT)
+    generated = known - tl.load(words + COLUMN.value.PROMPT)
+    lists += tl.load(words + COLUMN.value.EDITS)
+    edits = tl.load(words + COLUMN.value.EDIT_COUNT)
     for begin in range(0, edits, tile):
         at = begin + tl.arange(0, tile)
         there = at < edits
         one = lists + at * _EDIT_WIDTH
-        suffix = tl.load(one + _LENGTH, mask=there, other=0)
-        holds = there & (generated < tl.load(one + _UNTIL, mask=there, other=0)) & (suffix <= generated)
-        wanted = lists + tl.load(one + _SUFFIX, mask=there, other=0) + suffix
+        suffix = tl.load(one + _EDIT.value.LENGTH, mask=there, other=0)
+        holds = there & (generated < tl.load(one + _EDIT.value.UNTIL, mask=there, other=0)) & (suffix <= generated)
+        wanted = lists + tl.load(one + _EDIT.value.SUFFIX, mask=there, other=0) + suffix
         for back in range(1, tl.minimum(tl.max(suffix, 0), generated) + 1):
             inside = there & (back <= suffix)
             holds &= (tl.load(wanted - back, mask=inside, other=0) == tl.load(end - back)) | (back > suffix)
-        tl.atomic_add(logits + tl.load(one + _TOKEN, mask=there, other=0), real(tl.load(one + _VALUE, mask=there, other=0)),
-                      mask=holds, sem="relaxed")
+        token = tl.load(one + _EDIT.value.TOKEN, mask=there, other=0)
+        value = real(tl.load(one + _EDIT.value.VALUE, mask=there, other=0))
+        tl.atomic_add(logits + token, value, mask=holds, sem="relaxed")
 
 
 @triton.jit

@@ -13,13 +13,8 @@ import triton
 import triton.language as tl
 
 from penstock.ops.linked_kernel import enter
-from penstock.ops.sample_kernels import _FEATURES, _INVERSE_TEMPERATURE, _WIDTH, ordered, real, unordered
-from penstock.ops.sample_table import Column, Feature
+from penstock.ops.sample_kernels import _WIDTH, COLUMN, FEATURE, ordered, real, unordered
 
-_LOG_MIN_P = tl.constexpr(int(Column.LOG_MIN_P))
-_TOP_K = tl.constexpr(int(Column.TOP_K))
-_TOP_P = tl.constexpr(int(Column.TOP_P))
-_FILTER_ROW = tl.constexpr(int(Feature.FILTER))
 PIVOTS = 16
 _PIVOTS = tl.constexpr(PIVOTS)
 _BY_MASS, _BY_COUNT, _BY_PEAK, _NOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -52,11 +47,11 @@ def extremes(logits, stride, each, table, row, partial, counters, tile: tl.const
     enter(linked)
     line, part = tl.program_id(0), tl.program_id(1)
     words = _words(table, row, line)
-    if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
+    if (tl.load(words + COLUMN.value.FEATURES) & FEATURE.value.FILTER) == 0:
         return
     if part == 0:
         tl.store(counters + line, 0)
-    inverse = real(tl.load(words + _INVERSE_TEMPERATURE))
+    inverse = real(tl.load(words + COLUMN.value.INVERSE_TEMPERATURE))
     logits += line.to(tl.int64) * stride * align
     most, least = tl.full((tile,), float("-inf"), tl.float32), tl.full((tile,), float("inf"), tl.float32)
     finite = tl.zeros((tile,), tl.int32)
@@ -79,11 +74,11 @@ def _begin(words, partial, parts, wide: tl.constexpr):
     peak = tl.max(tl.load(partial + part * 3, mask=there, other=float("-inf")), 0)
     least = tl.min(tl.load(partial + part * 3 + 1, mask=there, other=float("inf")), 0)
     finite = tl.sum(tl.load(partial + part * 3 + 2, mask=there, other=0.0), 0)
-    top_k, top_p = tl.load(words + _TOP_K), real(tl.load(words + _TOP_P))
+    top_k, top_p = tl.load(words + COLUMN.value.TOP_K), real(tl.load(words + COLUMN.value.TOP_P))
     mode = tl.where((top_k > 0) & (top_k < finite), _BY_COUNT, tl.where(top_p < 1, _BY_MASS, _BY_PEAK))
     mode = tl.where((peak < float("inf")) & (peak > float("-inf")), mode, _NOT)
     low = ordered(least) - 1
-    floor = ordered(peak + real(tl.load(words + _LOG_MIN_P))) - 1
+    floor = ordered(peak + real(tl.load(words + COLUMN.value.LOG_MIN_P))) - 1
     low = tl.where(mode == _BY_MASS, tl.maximum(low, floor), low)
     # The target of a mass is known once the whole mass is.
     target = tl.where(mode == _BY_COUNT, top_k.to(tl.float64), -1.0)
@@ -102,7 +97,7 @@ def _pivots(words, mode, low, high, opening: tl.constexpr, vocab: tl.constexpr):
     least, most = unordered(low), unordered(high)
     part = 1.0 - tl.maximum(j - 1, 0).to(tl.float32) / (_PIVOTS - 1)
     if opening:
-        possible = most - tl.log(vocab / (1.0 - real(tl.load(words + _TOP_P)))) - 0.01
+        possible = most - tl.log(vocab / (1.0 - real(tl.load(words + COLUMN.value.TOP_P)))) - 0.01
         least = tl.where(mode == _BY_MASS, tl.maximum(least, possible), least)
         part = tl.where(mode == _BY_COUNT, part * part * part, part)
     key = ordered(most - (most - least) * part)
@@ -119,7 +114,7 @@ def _continue(words, state, tallies, tiles, room: tl.constexpr, wide: tl.constex
         j = tl.arange(0, _PIVOTS)
         tile = tl.arange(0, wide)[:, None]
         found = tl.sum(tl.load(tallies + tile * _PIVOTS + j[None, :], mask=tile < tiles, other=0.0).to(tl.float64), 0)
-        target = tl.where(target < 0, tl.max(found, 0) * real(tl.load(words + _TOP_P)).to(tl.float64), target)
+        target = tl.where(target < 0, tl.max(found, 0) * real(tl.load(words + COLUMN.value.TOP_P)).to(tl.float64), target)
         pivot = tl.load(state + 8 + j).to(tl.int32)
         holds = (j > 0) & (found < target)
         above = tl.max(tl.where(holds, found, above), 0)
@@ -144,7 +139,7 @@ def narrow(logits, stride, each, table, row, partial, before, after, tallies, op
     enter(linked)
     line, part = tl.program_id(0), tl.program_id(1)
     words = _words(table, row, line)
-    if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
+    if (tl.load(words + COLUMN.value.FEATURES) & FEATURE.value.FILTER) == 0:
         return
     tiles: tl.constexpr = (vocab + tile - 1) // tile
     if opening:
@@ -167,7 +162,7 @@ def narrow(logits, stride, each, table, row, partial, before, after, tallies, op
         tl.store(after + 8 + tl.arange(0, _PIVOTS), pivot.to(tl.float64))
     if (mode >= _BY_PEAK) | (close > 0):
         return
-    inverse = real(tl.load(words + _INVERSE_TEMPERATURE))
+    inverse = real(tl.load(words + COLUMN.value.INVERSE_TEMPERATURE))
     logits += line.to(tl.int64) * stride * align
     for one in range(part * each, tl.minimum((part + 1) * each, tiles)):
         x = _scaled(logits, one * tile + tl.arange(0, tile), vocab, inverse)
@@ -190,7 +185,7 @@ def gather(logits, stride, each, table, row, before, tallies, counters, kept, ro
     enter(linked)
     line, part = tl.program_id(0), tl.program_id(1)
     words = _words(table, row, line)
-    if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
+    if (tl.load(words + COLUMN.value.FEATURES) & FEATURE.value.FILTER) == 0:
         return
     tiles: tl.constexpr = (vocab + tile - 1) // tile
     mode, _, low, high, _, beyond, _, _ = _continue(words, before + line * _STATE, tallies + line * tiles * _PIVOTS, tiles,
@@ -198,7 +193,7 @@ def gather(logits, stride, each, table, row, before, tallies, counters, kept, ro
     if mode >= _BY_PEAK:
         return
     highest = _highest(mode, high, beyond, room)
-    inverse = real(tl.load(words + _INVERSE_TEMPERATURE))
+    inverse = real(tl.load(words + COLUMN.value.INVERSE_TEMPERATURE))
     logits += line.to(tl.int64) * stride * align
     for one in range(part * each, tl.minimum((part + 1) * each, tiles)):
         x = _scaled(logits, one * tile + tl.arange(0, tile), vocab, inverse)
@@ -252,16 +247,17 @@ def solve(logits, stride, table, row, before, tallies, counters, kept, out, room
     line = tl.program_id(0)
     words = _words(table, row, line)
     tl.store(out + line, float("-inf"))
-    if (tl.load(words + _FEATURES) & _FILTER_ROW) == 0:
+    if (tl.load(words + COLUMN.value.FEATURES) & FEATURE.value.FILTER) == 0:
         return
     tiles: tl.constexpr = (vocab + tile - 1) // tile
     mode, peak, low, high, above, beyond, target, _ = _continue(
         words, before + line * _STATE, tallies + line * tiles * _PIVOTS, tiles, room, wide)
     if mode == _NOT:
         return
-    cut = ordered(peak + real(tl.load(words + _LOG_MIN_P)))
+    cut = ordered(peak + real(tl.load(words + COLUMN.value.LOG_MIN_P)))
     if mode != _BY_PEAK:
-        inverse, top_p = real(tl.load(words + _INVERSE_TEMPERATURE)), real(tl.load(words + _TOP_P)).to(tl.float64)
+        inverse = real(tl.load(words + COLUMN.value.INVERSE_TEMPERATURE))
+        top_p = real(tl.load(words + COLUMN.value.TOP_P)).to(tl.float64)
         logits += line.to(tl.int64) * stride * align
         by_count = mode == _BY_COUNT
         every = _highest(mode, high, beyond, room) > high
