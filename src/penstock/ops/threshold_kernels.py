@@ -144,21 +144,15 @@ def narrow(logits, stride, each, table, row, partial, before, after, tallies, op
     tiles: tl.constexpr = (vocab + tile - 1) // tile
     if opening:
         parts = tl.num_programs(1)
-        mode, peak, low, high, above, beyond, target, close = _begin(words, partial + line * parts * 3, parts, wide)
+        state = _begin(words, partial + line * parts * 3, parts, wide)
     else:
-        mode, peak, low, high, above, beyond, target, close = _continue(
-            words, before + line * _STATE, partial + line * tiles * _PIVOTS, tiles, room, wide)
+        state = _continue(words, before + line * _STATE, partial + line * tiles * _PIVOTS, tiles, room, wide)
+    mode, peak, low, high, _, _, _, close = state
     pivot = _pivots(words, mode, low, high, opening, vocab)
     if part == 0:
         after += line * _STATE
-        tl.store(after, mode.to(tl.float64))
-        tl.store(after + 1, peak.to(tl.float64))
-        tl.store(after + 2, low.to(tl.float64))
-        tl.store(after + 3, high.to(tl.float64))
-        tl.store(after + 4, above)
-        tl.store(after + 5, beyond)
-        tl.store(after + 6, target)
-        tl.store(after + 7, close)
+        for i in tl.static_range(8):
+            tl.store(after + i, state[i].to(tl.float64))
         tl.store(after + 8 + tl.arange(0, _PIVOTS), pivot.to(tl.float64))
     if (mode >= _BY_PEAK) | (close > 0):
         return
