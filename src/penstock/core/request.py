@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.errors import RequestError
 from penstock.core.sampling import SamplingParams
 from penstock.core.service import BUILT_IN
 
@@ -296,13 +295,6 @@ class EngineStats(msgspec.Struct, array_like=True):
         self.accepted_by_place += [0] * (accepted - len(self.accepted_by_place))
         for place in range(accepted):
             self.accepted_by_place[place] += 1
-
-
-def ended(request: Request, reason: str, error: RequestError | None) -> list[Update]:
-    """The final updates of a request that never reached the scheduler."""
-    message, status = (None, 500) if error is None else (error.message, error.status)
-    return [Update(request.id, index, [], finish_reason=reason, error=message, status=status)
-            for index in range(request.params.n)]
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):

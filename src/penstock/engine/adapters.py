@@ -11,7 +11,7 @@ from penstock.cache.prefix import TOKEN
 from penstock.checkpoint import resolve_folder
 from penstock.checkpoint.adapter import read_adapter
 from penstock.core.errors import ConfigError, ModelError, PenstockError, RequestError
-from penstock.core.request import Adapter, EngineStats, Medium, Request, Update, ended
+from penstock.core.request import Adapter, EngineStats, Medium, Request
 from penstock.engine.ranks import Rank, RankGroup
 from penstock.scheduler.scheduler import Scheduler
 
@@ -91,11 +91,10 @@ class Adapters:
         """Requests by the adapter that they wait for."""
         self._coming: dict[str, Future[str]] = {}
         """The adapters among these that are being read."""
-        self._updates: list[Update] = []
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._updates)
+        return bool(self._waiting)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -200,7 +199,7 @@ class Adapters:
         for name, requests in list(self._waiting.items()):
             for request in [request for request in requests if request.id in gone]:
                 requests.remove(request)
-                self._updates += ended(request, "abort", None)
+                self._scheduler.end(request, "abort")
             if not requests:
                 del self._waiting[name]
 
@@ -235,12 +234,7 @@ class Adapters:
                 self._use(request)
                 self._go_on(request)
             except RequestError as refused:
-                self._updates += ended(request, "error", refused)
-
-    def take_updates(self) -> list[Update]:
-        """The final updates, since the last call, of requests that ended here."""
-        updates, self._updates = self._updates, []
-        return updates
+                self._scheduler.end(request, "error", refused)
 
     def count(self, stats: EngineStats) -> None:
         """Fills in how many sequences of each adapter run and wait."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.core.errors import RequestError
 from penstock.core.plan import Ints
-from penstock.core.request import EngineStats, Request, Update, ended
+from penstock.core.request import EngineStats, Request
 from penstock.grammar.compiling import Compiler
 from penstock.grammar.masker import Masker
 from penstock.scheduler.scheduler import Scheduler
@@ -25,11 +25,10 @@ class Constraints:
         self._compiler = Compiler(lambda: None if folder is None else Tokenizer.load(folder), vocab_size)
         self.masker = scheduler.masker = Masker(self._compiler, vocab_size, scheduler.drafts.expect, scheduler.batch.spare,
                                                 room)
-        self._updates: list[Update] = []
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests or self._updates)
+        return bool(self.requests)
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -47,7 +46,7 @@ class Constraints:
     def abort(self, ids: Iterable[str]) -> None:
         """Ends requests that wait here; others are ignored."""
         for request in self._compiler.abort(ids):
-            self._updates += ended(request, "abort", None)
+            self._scheduler.end(request, "abort")
 
     def admit(self) -> None:
         """Passes requests whose grammars are ready to the scheduler. Waits briefly for one if there is nothing else to do."""
@@ -60,12 +59,7 @@ class Constraints:
                 except RequestError as refused:
                     error = refused
             if error is not None:
-                self._updates += ended(request, "error", error)
-
-    def take_updates(self) -> list[Update]:
-        """The final updates, since the last call, of requests that never reached the scheduler."""
-        updates, self._updates = self._updates, []
-        return updates
+                self._scheduler.end(request, "error", error)
 
     def count(self, stats: EngineStats) -> None:
         compiler, masker = self._compiler, self.masker

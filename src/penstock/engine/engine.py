@@ -262,8 +262,7 @@ class Engine:
         self._take_results(room)
         if self.events is not None:
             self.events.flush()
-        updates = self.beams.through(self.scheduler.take_updates()) + self.constraints.take_updates()
-        updates += self.adapters.take_updates()
+        updates = self.beams.through(self.scheduler.take_updates())
         if sys.flags.dev_mode and not self.busy:
             # While idle, check that every page is accounted for (python -X dev).
             self.scheduler.check()

@@ -98,6 +98,12 @@ class Scheduler:
         if request.deadline:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
 
+    def end(self, request: Request, reason: str, error: RequestError | None = None) -> None:
+        """Ends a request that was held elsewhere and does not come here: queues its final updates."""
+        message, status = (None, 500) if error is None else (error.message, error.status)
+        self._news += [Update(request.id, index, [], finish_reason=reason, error=message, status=status)
+                       for index in range(request.params.n)]
+
     def abort(self, ids: Iterable[str], now: float) -> None:
         """Ends requests ("id") or sequences ("id/index"), whose rows and pages are free at once. Unknown ones are ignored."""
         for name in ids:
