@@ -4,7 +4,6 @@
 Several engines may share a folder; they coordinate through the file system alone, without locks. There is no fsync: after a
 power failure a page may be truncated or empty, which its checksum detects."""
 
-import errno
 import itertools
 import json
 import os
@@ -82,11 +81,8 @@ class DiskStore(Store):
         beside = f"{os.getpid()}-{time.time_ns()}-{next(_NUMBERS)}"
         with self.folder.directory(INCOMING, make=True) as incoming:
             try:
-                file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=incoming)
-                try:
-                    _drain(file, parts)
-                finally:
-                    os.close(file)
+                with open(beside, "xb", opener=lambda path, flags: os.open(path, flags, 0o600, dir_fd=incoming)) as file:
+                    file.writelines(parts)
                 with self.folder.directory(*where, make=True) as folder:
                     os.rename(beside, target, src_dir_fd=incoming, dst_dir_fd=folder)
             except OSError:
@@ -138,21 +134,3 @@ class _Bucket:
 
 def _file(name: PageName) -> str:
     return f"{name[1].hex()}-{name[0]}"
-
-
-def _drain(file: int, parts: Sequence[memoryview]) -> None:
-    """Writes all of it; OSError if the disk takes no more."""
-    left = [part for part in parts if part.nbytes]
-    while left:
-        done = os.writev(file, left)
-        if done == 0:
-            raise OSError(errno.ENOSPC, "the disk takes no more")
-        left = _rest(left, done)
-
-
-def _rest(parts: list[memoryview], done: int) -> list[memoryview]:
-    """The parts without their first `done` bytes."""
-    while parts and done >= parts[0].nbytes:
-        done -= parts[0].nbytes
-        parts = parts[1:]
-    return [parts[0][done:], *parts[1:]] if parts else []
