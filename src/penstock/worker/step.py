@@ -56,6 +56,9 @@ class Bucket:
 class Parts:
     """Offsets of the parts of a step's array."""
 
+    work: list[slice | None]
+    """Attention work list of each of the model's works; None if nothing is prepared."""
+    size: int
     row: slice
     start: slice
     context: slice
@@ -73,9 +76,6 @@ class Parts:
     left: slice
     shift: slice
     """Offset in host memory of the tokens of captured sampling."""
-    work: list[slice | None]
-    """Attention work list of each of the model's works; None if nothing is prepared."""
-    size: int
 
 
 FAR = 1 << 30
@@ -247,18 +247,12 @@ class StepBuilder:
             at = -(-(at + size) // 16) * 16
             return slice(begin, begin + size)
 
-        segments = bucket.segments
-        row, start, context = take(segments), take(segments), take(segments)
-        query_start = take(segments + 1)
-        lines = max(segments, bucket.picks)
-        heads, lines_row, lines_position, lines_segment = take(lines), take(lines), take(lines), take(lines)
-        slack, behind, left, shift = take(segments), take(segments), take(segments), take(1)
-        taken = [None if array is None else take(len(array)) for array in prepared]
-        parts = Parts(row, start, context, query_start, heads, lines_row, lines_position, lines_segment, slack, behind, left,
-                      shift, taken, at)
+        segments, lines = bucket.segments, max(bucket.segments, bucket.picks)
+        laid = [take(size) for size in (*[segments] * 3, segments + 1, *[lines] * 4, *[segments] * 3, 1)]
+        work = [None if array is None else take(len(array)) for array in prepared]
         if len(self._parts) > 512:
             self._parts.clear()
-        self._parts[bucket] = parts
+        self._parts[bucket] = parts = Parts(work, at, *laid)
         return parts
 
     def heads(self, parts: Parts, count: int) -> torch.Tensor:
