@@ -76,36 +76,23 @@ def rehearse(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype, rows: int
     return list(jobs.values())
 
 
-class _Silent(AttentionOps):
-    """Replaces the reference, which launches none of our kernels and reads tensor values."""
-
-    def apply(self, q: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
-        return torch.empty_like(q)
-
-
-class _SilentExperts(ExpertsOps):
-    def apply(self, x: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
-        return torch.empty_like(x)
-
-
-class _SilentLora(LoraOps):
-    def shrink(self, x: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
-        return x
-
-    def expand(self, *_rest: object, **_named: object) -> None:
-        """Nothing."""
-
-
 def _without_values(kernels: Kernels) -> Kernels:
-    """Returns a copy of `kernels` in which no-ops replace the reference implementations that read tensor values."""
+    """Returns a copy of `kernels` in which no-ops replace the reference implementations: they launch none of our kernels, and
+    read tensor values."""
     kernels = copy.copy(kernels)
-    silent = {"attention": _Silent(), "experts": _SilentExperts(), "lora": _SilentLora(),
-              "rope_write": lambda q, *_rest, **_named: torch.empty_like(q), "cache_write": lambda *_rest, **_named: None,
+    attention, experts, lora = AttentionOps(), ExpertsOps(), LoraOps()
+    for ops, method in ((attention, "apply"), (experts, "apply"), (lora, "shrink"), (lora, "expand")):
+        setattr(ops, method, _alike)
+    silent = {"attention": attention, "experts": experts, "lora": lora, "rope_write": _alike, "cache_write": _alike,
               "delta_rule": lambda x, shape, *_rest: x.new_empty(len(x), shape.heads * shape.value_size)}
     for op, call in silent.items():
         if not kernels.chosen[op].capturable:
             setattr(kernels, op, call)
     return kernels
+
+
+def _alike(x: torch.Tensor, *_rest: object, **_named: object) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def buckets(rows: int, tokens: int, graph_tokens: int, max_model_len: int) -> list[Bucket]:
