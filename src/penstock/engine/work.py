@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from penstock.core.errors import RequestError
@@ -46,13 +47,12 @@ class CancelledWork(Exception):  # noqa: N818 (it is no error)
 
 
 class _Job:
-    __slots__ = ("cancelled", "future", "loop", "size", "work")
+    __slots__ = ("cancelled", "future", "size", "work")
 
-    def __init__(self, size: int, work: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, size: int, work: Callable[[], Any]) -> None:
         self.size = size
         self.work = work
-        self.loop = loop
-        self.future: asyncio.Future[Any] = loop.create_future()
+        self.future: Future[Any] = Future()
         self.cancelled = False
 
 
@@ -89,10 +89,10 @@ class Workers:
         """Runs `work()`, on a thread if large or `always`; cancelled with the caller. RequestError 503: the queue is full."""
         if size <= INLINE and not always:
             return work()
-        job = _Job(size, work, asyncio.get_running_loop())
+        job = _Job(size, work)
         self._submit(job)
         try:
-            result: Result = await job.future
+            result: Result = await asyncio.wrap_future(job.future)
             return result
         finally:
             job.cancelled = True
@@ -117,25 +117,18 @@ class Workers:
     def _run(self, short_only: bool) -> None:
         while True:
             job = self._next(short_only)
-            if job.cancelled:
+            if not job.future.set_running_or_notify_cancel():
                 continue
             _current.job = job
-            result, error = None, None
             try:
-                result = job.work()
-            except BaseException as caught:  # noqa: BLE001 (it is raised where the job is awaited)
-                error = caught
+                job.future.set_result(job.work())
+            except BaseException as error:  # noqa: BLE001 (it is raised where the job is awaited)
+                job.future.set_exception(error)
             _current.job = None
             if job.size > SHORT:
                 # Tokenizing a text takes about a hundred times its size in memory.
                 give_back_memory()
-            if not job.cancelled:
-                try:
-                    job.loop.call_soon_threadsafe(_finish, job, result, error)
-                except RuntimeError:
-                    # The event loop has been closed.
-                    return
-            del job, result, error
+            del job
 
     def _next(self, short_only: bool) -> _Job:
         with self._changed:
@@ -181,12 +174,3 @@ _ARENA_MAX, _MMAP_THRESHOLD = -8, -3
 _ARENAS = 2
 LARGE = 1 << 20
 """Bytes of a block that a frontend does not keep: long bodies, and what is made of them."""
-
-
-def _finish(job: _Job, result: Any, error: BaseException | None) -> None:
-    if job.future.done():
-        return
-    if error is None:
-        job.future.set_result(result)
-    else:
-        job.future.set_exception(error)
