@@ -62,11 +62,12 @@ def _edited(scores, key, position, own, scale, softcap, window, highest, group: 
 
 
 @triton.jit
-def _scan_words(q, own, k_cache, v_cache, table, start, stop, lowest, highest, position, scale, softcap, window, page_stride,
-                slot_stride, beside, group: tl.constexpr, size: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
-                windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
-                fast: tl.constexpr):
+def _scan_words(q, own, cache, start, stop, bounds, scale, softcap, window, group: tl.constexpr, size: tl.constexpr,
+                page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
+                sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, fast: tl.constexpr):
     """A masked `_scan` over codes of 8 or 4 bits: words of 16 bits become operands of float16, one for each code of a word."""
+    k_cache, v_cache, table, page_stride, slot_stride, beside = cache
+    lowest, highest, position = bounds
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     count: tl.constexpr = 4 if k_form % 32 == 4 else 2
@@ -129,16 +130,19 @@ def _scan_words(q, own, k_cache, v_cache, table, start, stop, lowest, highest, p
 
 
 @triton.jit
-def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_total, begin, unit, k_cache, v_cache, table,
-          start, stop, lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside,
-          group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr,
-          windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr,
-          masked: tl.constexpr, closing: tl.constexpr):
-    """Attends to keys [start, stop) in blocks. masked: some queries may not see some keys of the range. closing
-    (batch-invariant mode): at the end of each unit of keys the running sums are merged into the closed sums and restarted.
+def _scan(q, q_tail, own, sums_so_far, begin, unit, cache, start, stop, bounds, scale, softcap, window, group: tl.constexpr,
+          size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr,
+          capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, masked: tl.constexpr,
+          closing: tl.constexpr):
+    """Attends to keys [start, stop) in blocks, of which those in `bounds` may be read. masked: some queries may not see some
+    keys of the range. closing (batch-invariant mode): at the end of each unit of keys the running sums are merged into the
+    closed sums, which follow them in `sums_so_far`, and restarted.
     tail: keys have so many more elements, and their first `size` are the values: one load serves both, for few queries one of
     each half (decision 0292). k_form, v_form: the cache holds codes. Scales of whole keys multiply scores, those of values the
     weights; `beside` has them, tables, strides."""
+    acc, peak, total, closed_acc, closed_peak, closed_total = sums_so_far
+    k_cache, v_cache, table, page_stride, slot_stride, beside = cache
+    lowest, highest, position = bounds
     block_m: tl.constexpr = q.shape[0]
     block_d: tl.constexpr = q.shape[1]
     block_t: tl.constexpr = q_tail.shape[1]
@@ -235,10 +239,10 @@ def _scan(q, q_tail, own, acc, peak, total, closed_acc, closed_peak, closed_tota
 
 
 @triton.jit
-def _attend(q, q_tail, own, k_cache, v_cache, table, start, stop, unit, opened, closed, lowest, highest, position, scale,
-            softcap, window, page_stride, slot_stride, beside, group: tl.constexpr, size: tl.constexpr, tail: tl.constexpr,
-            page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, sloped: tl.constexpr,
-            k_form: tl.constexpr, v_form: tl.constexpr, edges: tl.constexpr, closing: tl.constexpr):
+def _attend(q, q_tail, own, cache, start, stop, unit, opened, closed, bounds, scale, softcap, window, group: tl.constexpr,
+            size: tl.constexpr, tail: tl.constexpr, page_size: tl.constexpr, block_n: tl.constexpr, windowed: tl.constexpr,
+            capped: tl.constexpr, sloped: tl.constexpr, k_form: tl.constexpr, v_form: tl.constexpr, edges: tl.constexpr,
+            closing: tl.constexpr):
     """Returns a partial softmax result over keys [start, stop): weighted sum of values, maximum score, sum of weights.
 
     All queries of the tile see keys [opened, closed), whose bounds are multiples of the block; with `edges` these run unmasked.
@@ -246,22 +250,17 @@ def _attend(q, q_tail, own, k_cache, v_cache, table, start, stop, unit, opened, 
     acc = tl.zeros(q.shape, tl.float32)
     peak = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
-    whole, whole_peak, whole_total, begin = acc, peak, total, start
+    sums, begin = (acc, peak, total, acc, peak, total), start
     if edges:
         if windowed:
-            acc, peak, total, whole, whole_peak, whole_total = _scan(
-                q, q_tail, own, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start,
-                tl.minimum(stop, opened), lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside,
-                group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, True, closing)
-        acc, peak, total, whole, whole_peak, whole_total = _scan(
-            q, q_tail, own, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table,
-            tl.maximum(start, opened), tl.minimum(stop, closed), lowest, highest, position, scale, softcap, window, page_stride,
-            slot_stride, beside, group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, False,
-            closing)
+            sums = _scan(q, q_tail, own, sums, begin, unit, cache, start, tl.minimum(stop, opened), bounds, scale, softcap,
+                         window, group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, True, closing)
+        sums = _scan(q, q_tail, own, sums, begin, unit, cache, tl.maximum(start, opened), tl.minimum(stop, closed), bounds,
+                     scale, softcap, window, group, size, tail, page_size, block_n, windowed, capped, sloped, k_form, v_form,
+                     False, closing)
         start = tl.maximum(start, closed)
     acc, peak, total, whole, whole_peak, whole_total = _scan(
-        q, q_tail, own, acc, peak, total, whole, whole_peak, whole_total, begin, unit, k_cache, v_cache, table, start, stop,
-        lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size,
+        q, q_tail, own, sums, begin, unit, cache, start, stop, bounds, scale, softcap, window, group, size, tail, page_size,
         block_n, windowed, capped, sloped, k_form, v_form, True, closing)
     if closing:
         acc, peak, total = _merge(whole, whole_peak, whole_total, acc, peak, total)
@@ -281,11 +280,11 @@ def _store_part(acc, peak, total, parts_acc, parts_sum, slot, queries, group: tl
 
 
 @triton.jit
-def _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group: tl.constexpr,
-               block_m: tl.constexpr, block_d: tl.constexpr):
+def _load_part(part, all_parts, group: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr):
     """Reads a part that `_store_part` wrote, possibly on another multiprocessor: .cg bypasses the L1 cache.
 
     The first `parts` parts have a slot for each query of the tile; the own parts of each query follow."""
+    parts_acc, parts_sum, first_slot, queries, parts, own_slot, own_parts = all_parts
     row = tl.arange(0, block_m)
     slot = tl.where(part < parts, first_slot + part * queries + row // group, own_slot + part - parts)
     kept = (row // group < queries) & (part < parts + own_parts)
@@ -298,25 +297,13 @@ def _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot,
 
 
 @triton.jit
-def _join(acc, peak, total, parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group: tl.constexpr,
-          count: tl.constexpr):
-    """Merges `count` (1 or 4) parts from `part` on, in order; parts beyond the last change nothing."""
-    tall: tl.constexpr = acc.shape[0]
-    wide: tl.constexpr = acc.shape[1]
-    acc0, peak0, total0 = _load_part(parts_acc, parts_sum, part, first_slot, queries, parts, own_slot, own_parts, group, tall,
-                                     wide)
-    if count == 4:
-        acc1, peak1, total1 = _load_part(parts_acc, parts_sum, part + 1, first_slot, queries, parts, own_slot, own_parts,
-                                         group, tall, wide)
-        acc2, peak2, total2 = _load_part(parts_acc, parts_sum, part + 2, first_slot, queries, parts, own_slot, own_parts,
-                                         group, tall, wide)
-        acc3, peak3, total3 = _load_part(parts_acc, parts_sum, part + 3, first_slot, queries, parts, own_slot, own_parts,
-                                         group, tall, wide)
-    acc, peak, total = _merge(acc, peak, total, acc0, peak0, total0)
-    if count == 4:
-        acc, peak, total = _merge(acc, peak, total, acc1, peak1, total1)
-        acc, peak, total = _merge(acc, peak, total, acc2, peak2, total2)
-        acc, peak, total = _merge(acc, peak, total, acc3, peak3, total3)
+def _join(acc, peak, total, part, all_parts, group: tl.constexpr, count: tl.constexpr):
+    """Merges `count` parts from `part` on, in order; all are loaded first. Parts beyond the last change nothing."""
+    found = ()
+    for i in tl.static_range(count):
+        found = found + (_load_part(part + i, all_parts, group, acc.shape[0], acc.shape[1]),)  # noqa: RUF005
+    for i in tl.static_range(count):
+        acc, peak, total = _merge(acc, peak, total, *found[i])
     return acc, peak, total
 
 
@@ -328,9 +315,10 @@ def _mate(mates, listed, query, queries, column: tl.constexpr, otherwise):
 
 
 @triton.jit
-def _place(base, token_stride, head_stride, token, mates, listed, first, queries, group: tl.constexpr, size: tl.constexpr,
+def _place(base, token_stride, head_stride, tile, first, queries, group: tl.constexpr, size: tl.constexpr,
            shared: tl.constexpr, block_m: tl.constexpr, block_d: tl.constexpr, form: tl.constexpr = 0):
     """Returns (head, mask, pointers) of a tile's rows from query `first` on, in q or out. Columns are in `form`'s order."""
+    token, mates, listed = tile
     row, column = tl.arange(0, block_m), tl.arange(0, block_d)
     query = first + row // group
     tokens = token + query
@@ -343,14 +331,13 @@ def _place(base, token_stride, head_stride, token, mates, listed, first, queries
 
 
 @triton.jit
-def _finish(acc, peak, total, out, logs, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed,
-            group: tl.constexpr, size: tl.constexpr, shared: tl.constexpr, sunk: tl.constexpr, v_form: tl.constexpr):
+def _finish(acc, peak, total, out, logs, out_token, out_head, tile, first, queries, sinks, v_fixed, group: tl.constexpr,
+            size: tl.constexpr, shared: tl.constexpr, sunk: tl.constexpr, v_form: tl.constexpr):
     """Divides by the sum of weights, sinks included, and writes the rows; with `logs` [tokens, heads], the natural logarithms
     of the sums too. v_fixed: the scale of all coded values."""
     block_m: tl.constexpr = acc.shape[0]
     block_d: tl.constexpr = acc.shape[1]
-    heads, kept, out_at = _place(out, out_token, out_head, token, mates, listed, first, queries, group, size, shared, block_m,
-                                 block_d, v_form)
+    heads, kept, out_at = _place(out, out_token, out_head, tile, first, queries, group, size, shared, block_m, block_d, v_form)
     if v_form > 0:
         acc *= v_fixed
     if sunk:
@@ -362,7 +349,7 @@ def _finish(acc, peak, total, out, logs, out_token, out_head, token, mates, list
         peak = top
     if logs is not None:
         count = tl.num_programs(0) * group
-        _, present, at = _place(logs, count, 1, token, mates, listed, first, queries, group, 1, shared, block_m, 16)
+        _, present, at = _place(logs, count, 1, tile, first, queries, group, 1, shared, block_m, 16)
         tl.store(at, tl.broadcast_to(((peak + tl.log2(total)) / _LOG2E)[:, None], at.shape), mask=present)
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=kept)
@@ -470,8 +457,8 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
     # Only one inert program must run the PDL wait: the next kernel takes this kernel's end for the end of all before it.
     if (queries == 0) & (tl.program_id(1) > 0):
         return
-    heads, kept, q_at = _place(q, q_token, q_head, token, mates, listed, first, queries, group, size, shared, block_m, block_d,
-                               k_form)
+    places = (token, mates, listed)
+    heads, kept, q_at = _place(q, q_token, q_head, places, first, queries, group, size, shared, block_m, block_d, k_form)
     # The work list was complete before the preceding kernel began; everything else may be that kernel's output.
     enter(linked)
     if queries == 0:
@@ -480,8 +467,7 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
     if k_form == 0 and tile.dtype != k_cache.dtype.element_ty:
         tile = tile.to(tl.float32)
     if tail > 0:
-        _, kept, q_at = _place(q + size, q_token, q_head, token, mates, listed, first, queries, group, tail, shared, block_m,
-                               block_t)
+        _, kept, q_at = _place(q + size, q_token, q_head, places, first, queries, group, tail, shared, block_m, block_t)
         end_tile = tl.load(q_at, mask=kept, other=0.0).to(tile.dtype)
     else:
         end_tile = tile
@@ -497,9 +483,10 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
         k_scales += head.to(tl.int64) * ks_head
         v_scales += head.to(tl.int64) * vs_head
     beside = (k_scales, v_scales, k_table, v_table, ks_page, ks_slot, vs_page, vs_slot, lift)
+    cache = (k_cache, v_cache, table, page_stride, slot_stride, beside)
 
     highest = tl.minimum(end, position + queries)
-    lowest = tl.maximum(position - window + 1, 0) if windowed else 0
+    bounds = (tl.maximum(position - window + 1, 0) if windowed else 0, highest, position)
     opened = tl.cdiv(tl.maximum(position + queries - window, begin), block_n) * block_n if windowed else begin
     sure = tl.minimum(position + 1, origin) if sloped // 2 else position + 1
     closed = tl.maximum(sure // block_n * block_n, opened)
@@ -509,37 +496,32 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
         if ends == 1:
             # One loop over all units: a loop per unit would stall on its first loads each time.
             acc, peak, total = _attend(
-                tile, end_tile, by_row, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
-                scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
-                capped, sloped, k_form, v_form, edges, True)
+                tile, end_tile, by_row, cache, begin, end, unit, opened, closed, bounds, scale, softcap, window, group, size,
+                tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, edges, True)
         else:
             acc = tl.zeros((block_m, block_d), tl.float32)
             peak = tl.full((block_m,), float("-inf"), tl.float32)
             total = tl.zeros((block_m,), tl.float32)
             for start in range(begin, end, unit):
-                more_acc, more_peak, more_total = _attend(
-                    tile, end_tile, by_row, k_cache, v_cache, table, start, tl.minimum(start + unit, end), unit, opened, closed,
-                    lowest, highest, position, scale, softcap, window, page_stride, slot_stride, beside, group, size, tail,
-                    page_size, block_n, windowed, capped, sloped, k_form, v_form, edges, False)
-                _store_part(more_acc, more_peak, more_total, parts_acc, parts_sum, own_slot + done * queries, queries, group)
+                more = _attend(tile, end_tile, by_row, cache, start, tl.minimum(start + unit, end), unit, opened, closed,
+                               bounds, scale, softcap, window, group, size, tail, page_size, block_n, windowed, capped, sloped,
+                               k_form, v_form, edges, False)
+                _store_part(*more, parts_acc, parts_sum, own_slot + done * queries, queries, group)
                 done += 1
     else:
         if words:
-            acc, peak, total = _scan_words(
-                tile, by_row, k_cache, v_cache, table, begin, end, lowest, highest, position, scale, softcap, window,
-                page_stride, slot_stride, beside, group, size, page_size, block_n, windowed, capped, sloped, k_form,
-                v_form, fast)
+            acc, peak, total = _scan_words(tile, by_row, cache, begin, end, bounds, scale, softcap, window, group, size,
+                                           page_size, block_n, windowed, capped, sloped, k_form, v_form, fast)
         else:
             acc, peak, total = _attend(
-                tile, end_tile, by_row, k_cache, v_cache, table, begin, end, unit, opened, closed, lowest, highest, position,
-                scale, softcap, window, page_stride, slot_stride, beside, group, size, tail, page_size, block_n, windowed,
-                capped, sloped, k_form, v_form, edges, False)
+                tile, end_tile, by_row, cache, begin, end, unit, opened, closed, bounds, scale, softcap, window, group, size,
+                tail, page_size, block_n, windowed, capped, sloped, k_form, v_form, edges, False)
         if ends > 1:
             _store_part(acc, peak, total, parts_acc, parts_sum, own_slot, queries, group)
             done += 1
     if ends == 1:
-        _finish(acc, peak, total, out, logs, out_token, out_head, token, mates, listed, first, queries, sinks, v_fixed, group,
-                size, shared, sunk, v_form)
+        _finish(acc, peak, total, out, logs, out_token, out_head, places, first, queries, sinks, v_fixed, group, size, shared,
+                sunk, v_form)
     else:
         # All threads write their part before one thread counts it, so the program that counts the last part sees all parts.
         tl.debug_barrier()
@@ -560,8 +542,8 @@ def attend(q, k_cache, v_cache, out, logs, table, sinks, slopes, origins, tree_b
             else:
                 own = 0
                 own_parts = 0
+            all_parts = (parts_acc, parts_sum, first_slot, joined, parts, own, own_parts)
             for part in range(0, parts + most, count):
-                whole, top, sums = _join(whole, top, sums, parts_acc, parts_sum, part, first_slot, joined, parts, own,
-                                         own_parts, group, count)
-            _finish(whole, top, sums, out, logs, out_token, out_head, token, mates, listed, 0, joined, sinks, v_fixed, group,
-                    size, shared, sunk, v_form)
+                whole, top, sums = _join(whole, top, sums, part, all_parts, group, count)
+            _finish(whole, top, sums, out, logs, out_token, out_head, places, 0, joined, sinks, v_fixed, group, size, shared,
+                    sunk, v_form)
