@@ -127,7 +127,7 @@ class Dialect(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
     """Other names of its tool calls: those of vLLM's --tool-call-parser."""
     reasoning_names: tuple[str, ...] = ()
-    """Names of its reasoning: those of vLLM's --reasoning-parser."""
+    """Other names of its reasoning: those of vLLM's --reasoning-parser."""
     signs: tuple[tuple[str, ...], ...] = ()
     """Groups of texts. A chat template that contains all texts of a group uses this dialect."""
     lead: str = ""
