@@ -207,10 +207,18 @@ class Ref(NamedTuple):
         value: dict[str, Any] = msgspec.json.decode(found)
         return value
 
-    def delete(self, database: Database) -> None:
-        """Deletes the object. RequestError 404 if there is none."""
+    def change(self, database: Database, **fields: Any) -> dict[str, Any]:
+        """The object, now with these fields. RequestError 404 if there is none."""
+        value = {**self.read(database), **fields}
+        database.put(*self, value)
+        return value
+
+    def delete(self, database: Database, *beside: str) -> None:
+        """Deletes the object, and those of the kinds `beside` under its name. RequestError 404 if there is none."""
         if not database.delete(*self):
             raise missing(self.kind, self.name)
+        for kind in beside:
+            database.delete(*self._replace(kind=kind))
 
 
 def ref(http: Request, kind: str) -> Ref:

@@ -17,7 +17,7 @@ from penstock.core.request import Request as EngineRequest
 from penstock.engine.outputs import Delta
 from penstock.server.anthropic import protocol as a
 from penstock.server.anthropic.convert import chat_request
-from penstock.server.batches.files import content_of, delete_file, write_file
+from penstock.server.batches.files import content_of, write_file
 from penstock.server.batches.lines import MAX_LINES, parse
 from penstock.server.batches.run import ENDED, Batch, Runner, new_batch
 from penstock.server.blocks import Block, Blocks, BlocksAnswer, Change
@@ -275,7 +275,7 @@ class MessageBatches:
             batch = _ended(named.read(database))
             for name in ("input_file_id", "output_file_id", "error_file_id"):
                 if batch[name] is not None:
-                    delete_file(database, Ref("file", batch[name], named.owner))
+                    Ref("file", batch[name], named.owner).delete(database, "content")
             named.delete(database)
 
         await self.state.store.run(work)

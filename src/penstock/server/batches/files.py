@@ -93,12 +93,6 @@ def content_of(database: Database, file: Ref) -> bytes:
     return database.get(*file._replace(kind="content")) or b""
 
 
-def delete_file(database: Database, file: Ref) -> None:
-    """RequestError 404 if there is none."""
-    file.delete(database)
-    database.delete(*file._replace(kind="content"))
-
-
 class Files(OpenAIForm):
     def routes(self) -> Sequence[Route]:
         one = "/v1/files/{file}"
@@ -148,7 +142,7 @@ class Files(OpenAIForm):
 
     async def delete(self, http: Request) -> Response:
         file = ref(http, "file")
-        await self.state.store.run(lambda database: delete_file(database, file))
+        await self.state.store.run(lambda database: file.delete(database, "content"))
         return json_response(Deleted(file.name, "file"))
 
     async def content(self, http: Request) -> Response:

@@ -246,7 +246,6 @@ class Runner:
                     error = {"code": str(reason), "message": why.get(str(reason), "not asked")}
                     write_answer(database, name, ask, answer_of(ask.custom_id, "", 0, None, error), True)
             done, failed = answered(database, name)
-            batch = named.read(database)
             files = {}
             for kind, wrong in (("output", False), ("error", True)):
                 content = written(database, name, wrong)
@@ -255,9 +254,8 @@ class Runner:
                                                           content)["id"]
             status = {None: "completed", "batch_expired": "expired", "batch_cancelled": "cancelled"}[reason]
             now = int(time.time())
-            batch |= {**files, "status": status, "finalizing_at": now, f"{status}_at": now,
-                      "request_counts": {"total": len(asks), "completed": len(done) - failed, "failed": failed}}
-            database.put(*named, batch)
+            named.change(database, **files, **{f"{status}_at": now}, status=status, finalizing_at=now, request_counts={
+                "total": len(asks), "completed": len(done) - failed, "failed": failed})
             database.sql("delete from lines where batch=?", name)
 
         await self.state.store.run(work)
@@ -266,12 +264,7 @@ class Runner:
         await self._change(named, status="failed", failed_at=int(time.time()), errors={"object": "list", "data": errors})
 
     async def _change(self, named: Ref, **fields: Any) -> Batch:
-        def work(database: Database) -> Batch:
-            batch = {**named.read(database), **fields}
-            database.put(*named, batch)
-            return batch
-
-        return await self.state.store.run(work)
+        return await self.state.store.run(lambda database: named.change(database, **fields))
 
 
 _STEM = "batch_"

@@ -242,12 +242,7 @@ class Responses(OpenAIForm):
         response = ref(http, "response")
         if (running := self._running(response)) is not None:
             running.cancel()
-
-        def work(database: Database) -> None:
-            database.delete(*response._replace(kind="events"))
-            response.delete(database)
-
-        await self.state.store.run(work)
+        await self.state.store.run(lambda database: response.delete(database, "events"))
         return json_response(r.Deleted(response.name, "response"))
 
     async def cancel(self, http: Request) -> Response:
@@ -357,13 +352,8 @@ class Conversations(StateRoutes):
         conversation = ref(http, "conversation")
         if body.items is not None:
             raise UnsupportedError("items cannot be changed so; add to /items, or delete there", "items")
-
-        def work(database: Database) -> dict[str, Any]:
-            value = {**conversation.read(database), "metadata": body.metadata or {}}
-            database.put(*conversation, value)
-            return value
-
-        return json_response(_shown(await self.state.store.run(work)))
+        changed = await self.state.store.run(lambda database: conversation.change(database, metadata=body.metadata or {}))
+        return json_response(_shown(changed))
 
     async def delete(self, http: Request) -> Response:
         conversation = ref(http, "conversation")
@@ -389,13 +379,11 @@ class Conversations(StateRoutes):
         conversation, item = ref(http, "conversation"), http.path_params["item"]
 
         def work(database: Database) -> dict[str, Any]:
-            value = conversation.read(database)
-            left = [one for one in value["items"] if one["id"] != item]
-            if len(left) == len(value["items"]):
+            items = conversation.read(database)["items"]
+            left = [one for one in items if one["id"] != item]
+            if len(left) == len(items):
                 raise missing("item", item)
-            value["items"] = left
-            database.put(*conversation, value)
-            return value
+            return conversation.change(database, items=left)
 
         return json_response(_shown(await self.state.store.run(work)))
 
