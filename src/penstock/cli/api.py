@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,11 +151,8 @@ async def open_api(args: argparse.Namespace) -> AsyncIterator[Api]:
     if bool(model) == bool(args.url):
         raise ConfigError("give either a MODEL to load or the --url of a running server")
     if args.url:
-        wire = Wire(args.url, args.api_key, waits=True)
-        try:
+        async with aclosing(Wire(args.url, args.api_key, waits=True)) as wire:
             yield Api(wire, args.served_model or await first_model(wire))
-        finally:
-            await wire.close()
         return
     options = from_args(args, EngineOptions, model=model)
     async with _loaded(options, [args.served_model] if args.served_model else []) as api:
@@ -180,7 +177,7 @@ async def _loaded(options: EngineOptions, names: list[str]) -> AsyncIterator[Api
     try:
         yield Api(local, names[0] if names else options.model, own=True)
     finally:
-        await local.close()
+        await local.aclose()
         await llm.shutdown()
 
 

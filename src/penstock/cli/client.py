@@ -121,7 +121,7 @@ class Transport(Protocol):
     async def send(self, method: str, path: str, body: bytes = b"") -> Reply:
         """Sends one request and returns when the answer's status is known. Raises ConnectionFailedError."""
 
-    async def close(self) -> None: ...
+    async def aclose(self) -> None: ...
 
 
 class _Connection(asyncio.Protocol):
@@ -250,7 +250,7 @@ class Wire:
         self._all.add(connection)
         return connection, False
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for connection in self._all:
             connection.abandon()
         self._all.clear()
@@ -295,7 +295,7 @@ class Local:
             reply.finish(ConnectionFailedError("the application ended without completing its answer"))
             gone.set()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,12 +133,9 @@ def _add_stop(parser: ArgumentParser) -> None:
 def _ask(args: Namespace, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """A server's answer. PenstockError in its own words."""
     async def ask() -> Any:
-        wire = Wire(args.url, args.api_key)
-        try:
+        async with aclosing(Wire(args.url, args.api_key)) as wire:
             reply = await wire.send(method, path, json.dumps(body).encode() if body else b"")
             content = await reply.read()
-        finally:
-            await wire.close()
         if reply.status != 200:
             raise PenstockError(f"{args.url}: {complaint(reply.status, content)}")
         return json.loads(content)

@@ -25,12 +25,12 @@ async def both(app: FakeApi, way: str) -> AsyncIterator[Transport]:
     if way == "local":
         transport: Transport = Local(app, "secret")
         yield transport
-        await transport.close()
+        await transport.aclose()
     else:
         with served(app) as url:
             transport = Wire(url + "/v1/", "secret", waits=True)
             yield transport
-            await transport.close()
+            await transport.aclose()
 
 
 @pytest.mark.parametrize("way", ["local", "wire"])
@@ -99,7 +99,7 @@ def test_many_at_once_reuse_connections() -> None:
                 texts = [json.loads(await r.read())["choices"][0]["message"]["content"] for r in replies]
                 assert texts == [f"hello {i}" for i in range(20)]
             assert len(wire._all) <= 20
-            await wire.close()
+            await wire.aclose()
 
     asyncio.run(go())
 
@@ -131,7 +131,7 @@ def test_odd_but_legal_answers() -> None:
         reply = await wire.send("GET", "/")
         assert [event.data async for event in reply.events()] == [b'{"a": 1}', b"one\ntwo", b"[DONE]"]
         server.close()
-        await wire.close()
+        await wire.aclose()
 
     asyncio.run(go())
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -195,8 +195,8 @@ class _Load:
 
 async def _measure(args: argparse.Namespace, workload: Workload, arrivals: list[float], percentiles: list[float],
                    limits: dict[str, float]) -> dict[str, Any]:
-    wire = Wire(args.url, args.api_key or os.environ.get("PENSTOCK_API_KEY") or os.environ.get("OPENAI_API_KEY"))
-    try:
+    key = args.api_key or os.environ.get("PENSTOCK_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    async with aclosing(Wire(args.url, key)) as wire:
         model = args.model or await first_model(wire)
         load = _Load(args, wire, model)
         bodies = [load.body(item) for item in workload.items]
@@ -207,8 +207,6 @@ async def _measure(args: argparse.Namespace, workload: Workload, arrivals: list[
         cpu, start = time.process_time(), time.perf_counter()
         records = await _send_all(load, workload.items, bodies, arrivals, args.quiet)
         duration, cpu = time.perf_counter() - start, time.process_time() - cpu
-    finally:
-        await wire.close()
     result = {"date": time.strftime("%Y%m%d-%H%M%S"), "endpoint_type": "openai-chat" if args.endpoint == "chat" else "openai",
               "backend": "openai-chat" if args.endpoint == "chat" else "openai", "label": None, "model_id": model,
               "tokenizer_id": None, "num_prompts": len(records), "seed": args.seed,
