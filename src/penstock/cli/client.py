@@ -43,27 +43,23 @@ class Reply:
         self.over = False
         """The whole body has arrived, or nothing more of it will."""
         self._error: PenstockError | None = None
-        self._news: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._abandon = abandon
 
     # Called by transports.
 
     def start(self, status: int, headers: dict[str, str]) -> None:
         self.status, self.headers = status, headers
-        self._wake()
+        self._news.set()
 
     def feed(self, data: bytes) -> None:
         self._chunks.append((time.perf_counter(), data))
-        self._wake()
+        self._news.set()
 
     def finish(self, error: PenstockError | None = None) -> None:
         if not self.over:
             self.over, self._error = True, error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+            self._news.set()
 
     # Called by commands.
 
@@ -90,8 +86,8 @@ class Reply:
             await self._wait()
 
     async def _wait(self) -> None:
-        self._news = asyncio.get_running_loop().create_future()
-        await self._news
+        self._news.clear()
+        await self._news.wait()
 
     async def read(self) -> bytes:
         return b"".join([data async for _, data in self.chunks()])
