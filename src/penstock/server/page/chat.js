@@ -114,9 +114,7 @@ export const stop = () => running.forEach(controller => controller.abort());
 
 // -- drawing
 
-function button(text, title, onclick) {
-  return h("button", { class: "link", type: "button", title, "aria-label": title, onclick }, text);
-}
+const button = (text, title, onclick) => h("button", { class: "link", type: "button", title, "aria-label": title, onclick }, text);
 
 function show(id) {
   chat.leaf = id;

@@ -97,6 +97,4 @@ function* blocks(lines) {
 }
 
 /** The nodes of a Markdown text, which may still be growing. */
-export function markdown(text) {
-  return [...blocks(text.split("\n"))];
-}
+export const markdown = text => [...blocks(text.split("\n"))];

@@ -31,9 +31,8 @@ function brush(node, height = Number(node.dataset.height)) {
   return [context, width, height];
 }
 
-function card(title, hint, ...children) {
-  return h("section", { class: "card" }, h("h2", {}, title), h("p", { class: "hint" }, hint), children);
-}
+const card = (title, hint, ...children) =>
+  h("section", { class: "card" }, h("h2", {}, title), h("p", { class: "hint" }, hint), children);
 
 function build(place) {
   parts = {
@@ -78,9 +77,7 @@ function quantile(now, then, share) {
   return now.bounds[at] ?? Infinity;
 }
 
-function number(label, value, hint) {
-  return h("div", { title: hint }, h("b", {}, value), h("span", {}, label));
-}
+const number = (label, value, hint) => h("div", { title: hint }, h("b", {}, value), h("span", {}, label));
 
 function drawNumbers(look, then) {
   const { stats } = look, seconds = look.now - then.now || 1;
@@ -97,30 +94,20 @@ function drawNumbers(look, then) {
     number("preemptions", stats.preemptions, "Since the start"));
 }
 
-function drawRate() {
-  const [to, width, height] = brush(parts.rate), most = Math.max(1, ...past.map(one => one.rate || 0));
-  to.fillStyle = style("--accent");
-  past.forEach((one, i) => {
-    const tall = (height - 14) * (one.rate || 0) / most;
-    to.fillRect(width - (past.length - i) * width / HISTORY, height - tall, width / HISTORY - 0.5, tall);
-  });
-  to.fillStyle = style("--dim");
-  to.fillText(`${most.toFixed(0)} tokens/s`, 2, 10);
-}
-
-function drawSteps() {
-  const [to, width, height] = brush(parts.steps), each = width / HISTORY;
-  const most = Math.max(1, ...steps.map(one => one[3].reduce((sum, segment) => sum + segment[2], 0)));
-  steps.forEach((one, i) => {
+/** Columns of [count, colour], stacked, the newest at the right; the highest fills the height. None is lower than `least`. */
+function drawColumns(node, columns, unit, least = 0) {
+  const [to, width, height] = brush(node), each = width / HISTORY;
+  const most = Math.max(1, ...columns.map(column => column.reduce((sum, [count]) => sum + count, 0)));
+  columns.forEach((column, i) => {
     let y = height;
-    for (const [name, , count] of one[3]) {
-      const tall = Math.max(0.5, (height - 14) * count / most);
-      to.fillStyle = paint(name, count > 1 ? 38 : 62);
-      to.fillRect(width - (steps.length - i) * each, y -= tall, each - 0.5, tall);
+    for (const [count, colour] of column) {
+      const tall = Math.max(least, (height - 14) * count / most);
+      to.fillStyle = colour;
+      to.fillRect(width - (columns.length - i) * each, y -= tall, each - 0.5, tall);
     }
   });
   to.fillStyle = style("--dim");
-  to.fillText(`${most} tokens`, 2, 10);
+  to.fillText(`${most.toFixed(0)} ${unit}`, 2, 10);
 }
 
 function drawPages({ pages, sequences, stats }) {
@@ -200,8 +187,9 @@ function draw(look) {
   if (past.length > HISTORY) past.shift();
   steps = look.steps;
   drawNumbers(look, past[0]);
-  drawRate();
-  drawSteps();
+  const accent = style("--accent");
+  drawColumns(parts.rate, past.map(one => [[one.rate || 0, accent]]), "tokens/s");
+  drawColumns(parts.steps, steps.map(one => one[3].map(([name, , count]) => [count, paint(name, count > 1 ? 38 : 62)])), "tokens", 0.5);
   drawPages(look);
   drawTree(look);
   drawLife(look);
