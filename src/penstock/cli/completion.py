@@ -83,11 +83,8 @@ def _bash(tree: list[Words], zsh: bool) -> str:
 def _fish(tree: list[Words]) -> str:
     lines = []
     for one in tree:
-        parts = one.command.split()
-        if not parts:
-            when = "__fish_use_subcommand"
-        else:
-            when = "; and ".join(f"__fish_seen_subcommand_from {part}" for part in parts)
+        parts = [f"__fish_seen_subcommand_from {part}" for part in one.command.split()]
+        when = "; and ".join(parts) or "__fish_use_subcommand"
         lines += [f"complete -c penstock -n {shlex.quote(when)} -a {name} -d {shlex.quote(about)}"
                   for name, about in one.subcommands.items()]
         for flag, about in one.flags.items():

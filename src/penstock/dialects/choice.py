@@ -45,10 +45,8 @@ def choose(templates: Mapping[str, str] | Iterable[str], tool_call_parser: str |
     text = "\n".join(templates.values() if isinstance(templates, Mapping) else templates)
     if tool_call_parser not in (None, "auto", "none"):
         calls, why = by_name(str(tool_call_parser)), "named by tool_call_parser"
-    elif tool_call_parser == "none":
-        calls, why = PLAIN, "switched off by tool_call_parser"
     else:
-        calls, why = _found(text)
+        calls, why = (PLAIN, "switched off by tool_call_parser") if tool_call_parser == "none" else _found(text)
     if reasoning_parser not in (None, "auto", "none"):
         other = reasoning_by_name(str(reasoning_parser))
         if other.harmony:

@@ -31,9 +31,7 @@ class Promise(NamedTuple):
 def promised(classes: Collection[str], asked: str | None, headers: Mapping[str, str], key: Key | None,
              priority: int) -> Promise:
     """The body's service_tier (`asked`) counts before the header, and this before the `key`'s. RequestError if unknown."""
-    default = DEFAULT if key is None or key.tier is None else key.tier
-    if priority == LOWEST:
-        default = "batch"
+    default = "batch" if priority == LOWEST else DEFAULT if key is None or key.tier is None else key.tier
     tier = named(headers.get(CLASS) if asked in (None, "auto") else asked, classes, default)
     waits, deadline = headers.get(WAIT, "false").lower(), headers.get(DEADLINE)
     if waits not in ("true", "false", "1", "0"):

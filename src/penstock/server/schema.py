@@ -66,9 +66,7 @@ def _path(route: Route) -> str:
 
 
 def _bodies(route: Route) -> tuple[type[Any], ...]:
-    if isinstance(route.body, tuple):
-        return route.body
-    return () if route.body is None else (route.body,)
+    return route.body if isinstance(route.body, tuple) else () if route.body is None else (route.body,)
 
 
 def _describe(route: Route, schema_of: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:

@@ -49,9 +49,7 @@ class State:
 
     def not_ready(self) -> str | None:
         """The reason why no requests are accepted now; None if they are."""
-        if self.draining:
-            return "the server is shutting down"
-        return self.fleet.unhealthy()
+        return "the server is shutting down" if self.draining else self.fleet.unhealthy()
 
     def admit(self, model: str | None) -> str:
         """The served name that a request refers to. RequestError 404 for another model, 503 while no requests are accepted."""

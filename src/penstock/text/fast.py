@@ -72,9 +72,7 @@ class FastVocabulary:
 
     def bytes_of(self, token: int) -> bytes:
         piece = self._piece(token)
-        if isinstance(piece, int):
-            return bytes([piece])
-        return piece if isinstance(piece, bytes) else str(piece).encode()
+        return bytes([piece]) if isinstance(piece, int) else piece if isinstance(piece, bytes) else piece.encode()
 
     def detokenizer(self, hidden: frozenset[int], after: Sequence[int]) -> Detokenizer:
         return self._spelling.detokenizer(self._table(hidden), after)

@@ -36,9 +36,7 @@ class Namer:
         self._exact: dict[int, str] = {}
 
     def name(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        return self._tokenizer.token_text(token)
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
 
     def exact_name(self, token: int) -> str:
         """The text, or the bytes spelled out where they are no text: distinct where the bytes are."""
@@ -225,9 +223,7 @@ class ChoicesAnswer(ABC):
 
     def chunk_usage(self) -> Usage | UnsetType | None:
         """The `usage` of an event before the last: the usage so far, null, or absent, as the request wants it."""
-        if self.usage_always:
-            return self.usage()
-        return None if self.usage_at_end else UNSET
+        return self.usage() if self.usage_always else None if self.usage_at_end else UNSET
 
 
 def _joined(parts: list[Delta]) -> Delta:

@@ -58,9 +58,7 @@ def echo(tokenizer: Tokenizer | None, prompt: str | Sequence[int], request: Requ
     own = _own(tokenizer, whole, prompt, add_special_tokens)
     cut = max(0, len(whole) - len(ids))
     found = _shown(tokenizer, ids, range(max(0, own.start - cut), max(0, own.stop - cut)), False, final)
-    if cut:
-        return found
-    return Echo(prompt, [min(offset, len(prompt)) for offset in found.offsets])
+    return found if cut else Echo(prompt, [min(offset, len(prompt)) for offset in found.offsets])
 
 
 def _own(tokenizer: Tokenizer, ids: Sequence[int], prompt: str, add_special_tokens: bool) -> range:
