@@ -55,11 +55,8 @@ class Blocks:
 
     def push(self, text: str, ended: bool) -> list[Change]:
         """Returns the changes that this text makes certain. With `ended` the answer is over, and so is its last block."""
-        events = self._parser.push(text)
-        if ended:
-            events = [*events, *self._parser.finish()]
         changes: list[Change] = []
-        for event in events:
+        for event in self._parser.push(text) + (self._parser.finish() if ended else []):
             self._take(event, changes)
         if ended:
             self._close(changes)

@@ -130,9 +130,7 @@ class Reading:
 
     def events(self, delta: Delta) -> list[Event]:
         """The events that a delta makes certain."""
-        events = self.parser.push(delta.text)
-        if delta.finish_reason:
-            events = [*events, *self.parser.finish()]
+        events = self.parser.push(delta.text) + (self.parser.finish() if delta.finish_reason else [])
         self._silent += len(delta.token_ids)
         if events:
             self._thinks = isinstance(events[-1], ReasoningText)
