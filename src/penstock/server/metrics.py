@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 
 from penstock.core.steptime import TERMS
 from penstock.engine.async_llm import AsyncLLM
-from penstock.observe.figures import Histogram
 from penstock.server.connections import Counts
 from penstock.server.fleet import Fleet
 
@@ -162,7 +161,7 @@ class EngineCollector(Collector):
 
     def _histograms(self) -> Iterator[Metric]:
         figures = self.llm.traffic.figures
-        named: tuple[tuple[str, str, Histogram], ...] = (
+        for name, doc, histogram in (
             ("vllm:time_to_first_token_seconds", "From submission to the first token.", figures.first_token),
             ("vllm:inter_token_latency_seconds", "Between one token and the next.", figures.between_tokens),
             ("vllm:request_time_per_output_token_seconds", "Decoding time a token, by sequence.", figures.per_token),
@@ -177,8 +176,7 @@ class EngineCollector(Collector):
             ("vllm:request_params_max_tokens", "The most tokens asked for.", figures.max_tokens),
             ("vllm:request_params_n", "Sequences asked for in one request.", figures.sequences),
             ("vllm:request_num_preemptions", "How often a sequence was preempted.", figures.preemptions),
-            ("vllm:iteration_tokens_total", "Tokens of a step: computed and generated ones.", figures.step_tokens))
-        for name, doc, histogram in named:
+            ("vllm:iteration_tokens_total", "Tokens of a step: computed and generated ones.", figures.step_tokens)):
             family = HistogramMetricFamily(name, doc, labels=LABELS)
             family.add_metric(self.values, histogram.cumulative(), histogram.total)
             yield family
