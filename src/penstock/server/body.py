@@ -2,6 +2,7 @@
 
 Unknown fields are refused, but for those that a dialect lists as harmless: they are ignored, and named in a header."""
 
+import functools
 import re
 from collections.abc import Callable, Container
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ class BodyReader:
         self._lenient = state.options.unknown_fields == "warn"
         """Whether all unknown fields are ignored, nested ones too."""
         self._warned: set[str] = set()
-        self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
+        self._decoder = functools.cache(msgspec.json.Decoder)
 
     async def read(self, request: Request, kind: type[Body] | Callable[[Container[str]], type[Body]]) -> Body:
         """The body as `kind`, or the type that `kind` names for its fields; its length is in the scope as `body_bytes`, its
@@ -76,9 +77,7 @@ class BodyReader:
         try:
             if not isinstance(kind, type):
                 kind = kind(msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys())
-            decoder = self._decoders.get(kind)
-            if decoder is None:
-                decoder = self._decoders[kind] = msgspec.json.Decoder(kind)
+            decoder = self._decoder(kind)
             while True:
                 try:
                     body: Body = decoder.decode(data)
