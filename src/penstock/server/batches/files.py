@@ -77,8 +77,7 @@ def write_file(database: Database, owner: str, filename: str, purpose: str, cont
 
 def sweep(database: Database) -> None:
     expired = "select id from objects where kind='file' and json_extract(cast(body as text), '$.expires_at') <= ?"
-    for name, in database.sql(expired, time.time()).fetchall():
-        database.sql("delete from objects where kind in ('file', 'content') and id=?", name)
+    database.sql(f"delete from objects where kind in ('file', 'content') and id in ({expired})", time.time())
 
 
 def read_file(database: Database, file: Ref) -> dict[str, Any]:
