@@ -31,12 +31,8 @@ FOODS = listed("soup bread cheese rice fish cake apples pasta beans honey salad 
 JOBS = listed("baker teacher doctor farmer sailor painter miller nurse writer pilot")
 
 
-def _ask(text: str, answer: str, skill: str, key: str, grade: str = "exact", expected: str = "", system: str | None = None,
-         thinking: bool = False) -> Item:
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return Item(skill, key, messages, answer, grade, expected, thinking=thinking)
+def _ask(text: str, answer: str, skill: str, key: str, grade: str = "exact", thinking: bool = False) -> Item:
+    return Item(skill, key, [{"role": "user", "content": text}], answer, grade, thinking=thinking)
 
 
 def _several(rng: Random, span: float, easy: int, long: int, least: int = 2) -> int:
