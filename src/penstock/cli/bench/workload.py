@@ -115,15 +115,11 @@ def _scaled(source: Iterator[Lengths], args: argparse.Namespace) -> Iterator[Len
 def _prompt(args: argparse.Namespace, index: int, length: int, blocks: tuple[int, ...], vocab: int,
             first: int) -> Iterator[int]:
     """Token ids: the shared prefix or the trace's blocks, then tokens of this request's own."""
-    if blocks:
-        block = max(1, round(BLOCK * args.length_scale))
-        for at in range(0, length, block):
-            dice = random.Random(f"block {args.seed} {blocks[min(at // block, len(blocks) - 1)]}")
-            for _ in range(min(block, length - at)):
-                yield dice.randrange(first, vocab)
-        return
-    shared = min(args.random_prefix_len, length)
-    for seed, count in ((f"prefix {args.seed}", shared), (f"{args.seed} {index}", length - shared)):
+    block, shared = max(1, round(BLOCK * args.length_scale)), min(args.random_prefix_len, length)
+    runs = [(f"prefix {args.seed}", shared), (f"{args.seed} {index}", length - shared)] if not blocks else [
+        (f"block {args.seed} {blocks[min(at // block, len(blocks) - 1)]}", min(block, length - at))
+        for at in range(0, length, block)]
+    for seed, count in runs:
         dice = random.Random(seed)
         for _ in range(count):
             yield dice.randrange(first, vocab)
