@@ -302,8 +302,7 @@ class Conversation:
     async def _stream(self, body: dict[str, Any], answer: Answer) -> None:
         """One answer: prints and collects its text. Raises PenstockError if the server refuses or breaks off."""
         path = "/v1/completions" if self.plain else "/v1/chat/completions"
-        reply = await self.api.transport.send("POST", path, msgspec.json.encode(body))
-        try:
+        with contextlib.closing(await self.api.transport.send("POST", path, msgspec.json.encode(body))) as reply:
             if reply.status != 200:
                 said = complaint(reply.status, await reply.read())
                 if not self.plain and reply.status == 400 and NO_TEMPLATE.search(said):
@@ -313,8 +312,6 @@ class Conversation:
                 if event.data == b"[DONE]":
                     break
                 self._take(json.loads(event.data), event.at, answer)
-        finally:
-            reply.close()
 
     def _take(self, chunk: dict[str, Any], at: float, answer: Answer) -> None:
         figures = answer.figures

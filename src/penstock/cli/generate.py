@@ -7,6 +7,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -141,8 +142,7 @@ class _Output:
 async def _generate(args: argparse.Namespace, done: Done, total: int) -> int:
     """Asks what is not answered yet, at most `window` at a time. Returns how many of this run's lines failed."""
     seen: set[str] = set()
-    output = _Output(args.output)
-    try:
+    with closing(_Output(args.output)) as output:
         todo = _todo(args.input, done, seen, output)
         first = next(todo, None)
         if first is None:
@@ -153,8 +153,6 @@ async def _generate(args: argparse.Namespace, done: Done, total: int) -> int:
                 output.bar = bar
                 await _ask_all(api, first, todo, output, args.window)
         return output.failed
-    finally:
-        output.close()
 
 
 def _todo(path: Path, done: Done, seen: set[str], output: _Output) -> Iterator[tuple[Line, Ask]]:

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,12 +186,9 @@ def _loaded(options: EngineOptions, config: EngineConfig) -> dict[str, Any]:
     from penstock.engine.engine import Engine
 
     start = time.perf_counter()
-    engine = Engine(options)
-    seconds = time.perf_counter() - start
-    try:
+    with closing(Engine(options)) as engine:
+        seconds = time.perf_counter() - start
         return {**_planned(options, engine.memory, config), "measured": True, "load_seconds": round(seconds, 3)}
-    finally:
-        engine.close()
 
 
 def as_text(found: dict[str, Any]) -> str:
