@@ -21,10 +21,8 @@ def translate(pattern: str) -> str:
             found, at = _escape(pattern, at, inside=False)
         elif character == "[":
             found, at = _class(pattern, at)
-        elif character == ".":
-            found, at = _DOT, at + 1
         else:
-            found, at = character, at + 1
+            found, at = _DOT if character == "." else character, at + 1
         out.append(found)
     return "".join(out)
 
@@ -50,21 +48,18 @@ def alternatives(pattern: str) -> list[str]:
 
 def _escape(pattern: str, at: int, inside: bool) -> tuple[str, int]:
     """Returns the translated escape at `at`, and its end."""
-    letter = pattern[at + 1]
+    letter, behind = pattern[at + 1], pattern[at + 2:at + 3]
+    if letter == "c" and behind.isascii() and behind.isalpha():
+        return _rust_escape(ord(behind) % 32), at + 3
+    found = "/" if letter == "/" else pattern[at:at + 2]
     if letter.lower() in _CLASSES:
         members = _CLASSES[letter.lower()]
-        if letter.islower():
-            return members if inside else f"[{members}]", at + 2
-        return f"[^{members}]", at + 2
-    if letter == "c" and pattern[at + 2:at + 3].isascii() and pattern[at + 2:at + 3].isalpha():
-        return _rust_escape(ord(pattern[at + 2]) % 32), at + 3
-    if letter == "b" and inside:
-        return r"\x08", at + 2
-    if letter == "0" and not pattern[at + 2:at + 3].isdigit():
-        return r"\x00", at + 2
-    if letter == "/":
-        return "/", at + 2
-    return pattern[at:at + 2], at + 2
+        found = f"[^{members}]" if letter.isupper() else members if inside else f"[{members}]"
+    elif letter == "b" and inside:
+        found = r"\x08"
+    elif letter == "0" and not behind.isdigit():
+        found = r"\x00"
+    return found, at + 2
 
 
 def _rust_escape(code: int) -> str:
