@@ -117,17 +117,15 @@ class Connections:
         self.all.add(connection)
         self._addresses[address] += 1
         self._waiting[connection] = None
-        reason = None
         if self._addresses[address] > self.most_per_address:
             reason = f"there are {self._addresses[address]} connections from {address}; at most {self.most_per_address} are " \
                      "possible from one address (--max-connections-per-address)"
-            spare = self._addresses[address] <= self.most_per_address + RESERVE // 4
+            spare, of = self._addresses[address] <= self.most_per_address + RESERVE // 4, address
         elif len(self.all) > self.most:
             reason = f"there are {len(self.all)} connections; at most {self.most} are possible (--max-connections)"
-            spare = len(self.all) <= self.most + RESERVE
-        if reason is None:
+            spare, of = len(self.all) <= self.most + RESERVE, None
+        else:
             return None
-        of = address if "one address" in reason else None
         if self._evict(connection, of):
             self.counts.evicted += 1
             self._log(f"{reason}: the oldest idle one was closed")
@@ -377,10 +375,7 @@ def _probes_only(app: Any, reason: str, shape: ErrorShape) -> ASGIApp:
     """`app` for probes; everything else is refused."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in PROBES:
-            response = error_response(UnavailableError(reason, "too_many_connections"), shape, {"Connection": "close"})
-            await response(scope, receive, send)
-        else:
-            await app(scope, receive, send)
+        refusal = error_response(UnavailableError(reason, "too_many_connections"), shape, {"Connection": "close"})
+        await (app if scope["path"] in PROBES else refusal)(scope, receive, send)
 
     return run
