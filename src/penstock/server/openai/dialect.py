@@ -56,8 +56,7 @@ class Tokens(StateRoutes):
     async def tokenize(self, http: Request, body: p.TokenizeRequest) -> Response:
         """{prompt} or {messages} -> {count, max_model_len, tokens, token_strs}."""
         state = self.state
-        state.admit(body.model)
-        tokenizer = self._tokenizer()
+        tokenizer = self._tokenizer(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", param="prompt", code="missing_required_parameter")
         if body.prompt is not None:
@@ -80,8 +79,7 @@ class Tokens(StateRoutes):
     async def detokenize(self, http: Request, body: p.DetokenizeRequest) -> Response:
         """{tokens} -> {prompt}."""
         state = self.state
-        state.admit(body.model)
-        tokenizer = self._tokenizer()
+        tokenizer = self._tokenizer(body.model)
 
         def work() -> Response:
             for token in body.tokens:
@@ -95,15 +93,15 @@ class Tokens(StateRoutes):
 
     async def info(self, http: Request) -> Response:
         """tokenizer_config.json with the special tokens by role and the chat template that are really used."""
-        self.state.admit(None)
-        tokenizer, template = self._tokenizer(), self.state.llm.template
+        tokenizer, template = self._tokenizer(None), self.state.llm.template
         sources = template.sources if template is not None else {}
         shown = sources.get(DEFAULT) if len(sources) < 2 else [
             {"name": name, "template": source} for name, source in sources.items()]
         return json_response({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config, **tokenizer.special_tokens,
                               "vocab_size": tokenizer.vocab_size, "chat_template": shown})
 
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self, model: str | None) -> Tokenizer:
+        self.state.admit(model)
         tokenizer = self.state.llm.tokenizer
         if tokenizer is None:
             raise RequestError("this server has no tokenizer (--skip-tokenizer-init)", code="no_tokenizer")
