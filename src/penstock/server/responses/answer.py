@@ -2,6 +2,7 @@
 
 import base64
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -72,13 +73,10 @@ class ResponseAnswer(BlocksAnswer):
         return self._written(self._finish())
 
     def add(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            for _ in self._steps(delta):
-                pass
+        deque((step for delta in deltas for step in self._steps(delta)), 0)
 
     def whole(self) -> dict[str, Any]:
-        for _ in self._finish():
-            pass
+        deque(self._finish(), 0)
         return self.response
 
     def failed(self, body: Any) -> bytes:
@@ -177,8 +175,7 @@ class ResponseAnswer(BlocksAnswer):
 
     def cancel(self) -> None:
         """Ends the response because its client wants that."""
-        for _ in self._ended("cancelled"):
-            pass
+        deque(self._ended("cancelled"), 0)
 
     def _ended(self, status: str) -> Iterator[dict[str, Any]]:
         response = self.response
