@@ -219,9 +219,5 @@ def serve(models: Sequence[Wanted], options: ServerOptions, *, engine: str = ENG
     import uvloop
 
     keep_little(LARGE)
-
-    async def run() -> int:
-        return await ServerRun(models, options, engine=engine, on_loading=on_loading, on_ready=on_ready).run()
-
-    return uvloop.run(run())
+    return uvloop.run(ServerRun(models, options, engine=engine, on_loading=on_loading, on_ready=on_ready).run())
 
