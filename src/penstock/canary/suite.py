@@ -76,8 +76,7 @@ def table(scores: Sequence[Score], fine: Mapping[str, Interval] | None = None) -
         note = f"   ({score.left_out} did not fit)" if score.left_out else ""
         right = f"{score.right:>5} of {score.asked:<4}"
         line = f"{score.skill:<12} {right} {score.share:6.1%}   {f'{low:.1%} to {high:.1%}':<16}"
-        own = (fine or {}).get(score.skill)
-        if own is not None:
+        if (own := (fine or {}).get(score.skill)) is not None:
             line += f"  {own.mean:9.4f}   {own.low:.4f} to {own.high:.4f}"
         lines.append(line.rstrip() + note)
     return "\n".join(lines)

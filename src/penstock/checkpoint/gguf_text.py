@@ -126,8 +126,7 @@ def _settings(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> dict
     found: dict[str, Any] = {name: token for role, name in roles.items() if (token := _token(metadata, tokens, role))}
     found["add_bos_token"] = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _BOS_NAMES))
     found["add_eos_token"] = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
-    template = metadata.get("tokenizer.chat_template")
-    if template:
+    if template := metadata.get("tokenizer.chat_template"):
         named = metadata.get("tokenizer.chat_templates") or []
         more = [{"name": name, "template": metadata[f"tokenizer.chat_template.{name}"]} for name in named
                 if f"tokenizer.chat_template.{name}" in metadata]

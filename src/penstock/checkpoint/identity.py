@@ -49,8 +49,7 @@ class Fingerprint:
         for path in self._files:
             future: Future[str] = Future()
             self._hashes.append(future)
-            named = _named(path)
-            if named is not None:
+            if (named := _named(path)) is not None:
                 future.set_result(named)
             else:
                 threading.Thread(target=self._run, args=(path, future), name="penstock-hash", daemon=True).start()

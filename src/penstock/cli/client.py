@@ -100,8 +100,7 @@ class Reply:
                 data = data.replace(b"\r", b"")
             *whole, rest = (rest + data).split(b"\n\n")
             for block in whole:
-                lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]
-                if lines:
+                if lines := [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]:
                     yield Event(at, lines[0] if len(lines) == 1 else b"\n".join(lines))
 
     def close(self) -> None:

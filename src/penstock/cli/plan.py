@@ -36,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for chunk in (cost.max_num_batched_tokens // part for part in _CHUNKS):
         for rows in (cost.max_num_seqs // part for part in _ROWS):
             one = structs.replace(cost, max_num_batched_tokens=max(chunk, rows), max_num_seqs=max(1, rows))
-            fewest = _fewest(args, one, classes)
-            if fewest is not None:
+            if (fewest := _fewest(args, one, classes)) is not None:
                 found.append((fewest[0], -fewest[1]["goodput"], {"replicas": fewest[0], "max_num_batched_tokens": chunk,
                                                                  "max_num_seqs": rows, **fewest[1]}))
     if not found:

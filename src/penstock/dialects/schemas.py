@@ -73,8 +73,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth > 20:
         return set()
-    kind = schema.get("type")
-    if kind is not None:
+    if (kind := schema.get("type")) is not None:
         return {_ALIASES.get(each, each) for each in ([kind] if isinstance(kind, str) else kind) if isinstance(each, str)}
     if isinstance(reference := schema.get("$ref"), str):
         return _types(at(root, reference), root, depth + 1)
@@ -155,8 +154,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         return lowered
     if lowered in ("null", "none") and ("null" in types or (types and "string" not in types)):
         return "null"
-    value = read_value(bare)
-    if value is not None:
+    if (value := read_value(bare)) is not None:
         decoded = json.loads(value)
         kind = KINDS[type(decoded)]
         if not types or kind in types or (kind == "integer" and "number" in types):

@@ -157,8 +157,7 @@ def _check_length(text: Any, name: str) -> None:
 
 
 def _check(grammar: str, size: int = 257) -> None:
-    message = _fault(grammar, size)
-    if message:
+    if message := _fault(grammar, size):
         raise RequestError(f"the grammar cannot be used: {message}")
 
 
@@ -193,8 +192,7 @@ def _located(schema: Any, params: StructuredOutputsParams, message: str) -> sche
             tries -= 1
             if tries < 0 or not isinstance(part, dict):
                 continue
-            why = _fault(_json_grammar({**definitions, **part}, params))
-            if why:
+            if why := _fault(_json_grammar({**definitions, **part}, params)):
                 place, here, found = pointer, part, why
                 break
         else:

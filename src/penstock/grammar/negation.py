@@ -61,8 +61,7 @@ def _not_enum(values: Any, _resolve: Resolve, _depth: int) -> Schema | None:
     parts: list[Schema] = [{"type": ["object", "array"]}]
     if None not in values:
         parts.append({"type": "null"})
-    truths = [truth for truth in (True, False) if not any(value is truth for value in values)]
-    if truths:
+    if truths := [truth for truth in (True, False) if not any(value is truth for value in values)]:
         parts.append({"enum": truths})
     parts.append({"type": "string", "pattern": f"^(?:{_other_strings(strings)})$"} if strings else {"type": "string"})
     if numbers:
@@ -173,8 +172,7 @@ def _followed(schema: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:
-    values = _values(schema)
-    if values is not None:
+    if (values := _values(schema)) is not None:
         return {_kind(value) for value in values}
     named = schema.get("type", TYPES)
     named = [named] if isinstance(named, str) else named

@@ -325,8 +325,7 @@ class _Walk:
 def _check_writable(value: Any, pointer: str) -> None:
     """Refuses control characters that can only be written as numeric escapes, which are excluded."""
     if isinstance(value, str):
-        bad = next((character for character in value if _UNWRITABLE.match(character)), None)
-        if bad is not None:
+        if (bad := next((character for character in value if _UNWRITABLE.match(character)), None)) is not None:
             raise UnenforceableError(pointer, f"the control character U+{ord(bad):04X} is not possible in a string")
     elif isinstance(value, list):
         for at, part in enumerate(value):

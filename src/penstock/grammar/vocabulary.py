@@ -59,8 +59,7 @@ def build(tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Iterable[int]) -> 
         return found[len(before):] if found[:len(before)] == before else tokenizer.encode(text, add_special_tokens=False)
 
     special = sorted(token for token in tokenizer.special_ids if token < len(tokens))
-    definition = tokenizer.definition()
-    if definition is not None:
+    if (definition := tokenizer.definition()) is not None:
         # A form of tokenizer.json that llguidance does not know is no error here.
         with contextlib.suppress(Exception):
             own = LLTokenizer(definition, n_vocab=len(tokens), eos_token=ends)

@@ -12,7 +12,6 @@ def keep_freed_memory() -> None:
     """Tells malloc to keep memory that a step has freed, because the next step needs as much. By default it goes back to the
     system at once, and comes again as pages that must be cleared: with 64 sampled rows of 512 logits that was half of the
     processor's time. At rest `engine/work.py::give_back_memory` returns it. Nothing happens with other C libraries."""
-    setting = getattr(ctypes.CDLL(None), "mallopt", None)
-    if setting is not None:
+    if (setting := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         setting(_MMAP_THRESHOLD, _MAPPED)
         setting(_TRIM_THRESHOLD, _KEPT)

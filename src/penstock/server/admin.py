@@ -54,15 +54,13 @@ class Admin:
 
     async def health(self, request: Request) -> Response:
         """200 while the engine answers; 503 with the reason while it loads, when it is stuck, and when it is dead."""
-        reason = self.state.fleet.unhealthy()
-        if reason:
+        if reason := self.state.fleet.unhealthy():
             raise UnavailableError(reason, "unhealthy")
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         """200 if a request sent now would be accepted; with ?model=NAME, if that model is loaded."""
-        reason = self.state.not_ready() or (self.state.llm.unhealthy() if "model" in request.query_params else None)
-        if reason:
+        if reason := self.state.not_ready() or (self.state.llm.unhealthy() if "model" in request.query_params else None):
             raise UnavailableError(reason, "not_ready")
         return json_response({"status": "ready"})
 

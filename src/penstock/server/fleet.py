@@ -304,8 +304,7 @@ class Selecting:
         selection = Selection()
         token = _SELECTED.set(selection)
         try:
-            name = parse_qs(scope["query_string"].decode("latin-1")).get("model")
-            if name:
+            if name := parse_qs(scope["query_string"].decode("latin-1")).get("model"):
                 selection.choose(self.fleet.named(name[0]))
             await self.app(scope, receive, send)
         finally:

@@ -60,8 +60,7 @@ class State:
         if self.llm.info is None:
             slot = self.fleet.current
             raise UnavailableError(slot.absent, "loading" if slot.state == "loading" else "not_loaded")
-        stuck = self.llm.unhealthy()
-        if stuck is not None:
+        if (stuck := self.llm.unhealthy()) is not None:
             raise UnavailableError(stuck, "engine_stuck")
         if not model:
             return self.name

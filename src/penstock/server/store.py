@@ -175,8 +175,7 @@ class Database:
 
 
 def _report(future: Future[Any]) -> None:
-    error = future.exception()
-    if error is not None:
+    if (error := future.exception()) is not None:
         LOG.error("the store failed: %s: %s", type(error).__name__, error)
 
 

@@ -198,8 +198,7 @@ def _broken(error: jinja2.TemplateSyntaxError) -> RequestError:
 
 def check_variables(variables: Mapping[str, Any]) -> None:
     """RequestError if a template's variables would hide something that `render` itself gives it."""
-    reserved = sorted(_RESERVED & variables.keys())
-    if reserved:
+    if reserved := sorted(_RESERVED & variables.keys()):
         raise RequestError(f"chat_template_kwargs may not set {', '.join(reserved)}; these are fields of the request",
                            param="chat_template_kwargs", code="invalid_value")
 

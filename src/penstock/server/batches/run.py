@@ -248,8 +248,7 @@ class Runner:
             done, failed = answered(database, name)
             files = {}
             for kind, wrong in (("output", False), ("error", True)):
-                content = written(database, name, wrong)
-                if content:
+                if content := written(database, name, wrong):
                     files[f"{kind}_file_id"] = write_file(database, owner, f"{name}_{kind}.jsonl", "batch_output",
                                                           content)["id"]
             status = {None: "completed", "batch_expired": "expired", "batch_cancelled": "cancelled"}[reason]

@@ -239,8 +239,7 @@ class Ollama:
     async def ps(self, http: Request) -> Response:
         found = []
         for slot in self.state.fleet.loaded:
-            info = slot.llm.info
-            if info is not None:
+            if (info := slot.llm.info) is not None:
                 size = info.weight_bytes + info.kv_bytes
                 held = {"size": size, "size_vram": 0 if info.device == "cpu" else size, "context_length": info.max_model_len,
                         "expires_at": "2318-01-01T00:00:00Z"}

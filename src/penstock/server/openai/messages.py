@@ -59,8 +59,7 @@ def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> Ch
 
 def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
-    taken = sorted(_TAKEN & variables.keys())
-    if taken:
+    if taken := sorted(_TAKEN & variables.keys()):
         raise RequestError(f"chat_template_kwargs may not set {', '.join(taken)}; these are fields of the request",
                            param="chat_template_kwargs")
     if body.reasoning_effort == "none":

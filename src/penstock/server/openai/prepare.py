@@ -112,8 +112,7 @@ def _asked(body: p.StructureFields) -> Iterator[tuple[StructuredOutputsParams | 
 
 def check_structure(body: p.StructureFields) -> None:
     """RequestError, by the name of the body's own field, if the answer cannot look like that. Takes milliseconds."""
-    asked = structure_of(body)
-    if asked is not None:
+    if (asked := structure_of(body)) is not None:
         try:
             define(asked[0])
         except RequestError as error:

@@ -72,8 +72,7 @@ def offered(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
         return tools
     names = choice.names() if not isinstance(choice, str) else []
     known = [tool["function"]["name"] for tool in tools]
-    missing = [name for name in names if name not in known]
-    if missing:
+    if missing := [name for name in names if name not in known]:
         raise RequestError(f"tool_choice names {', '.join(missing)}; the tools are {', '.join(known)}", param="tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in names]
 

@@ -108,8 +108,7 @@ def messages_of(items: Sequence[r.Item]) -> list[dict[str, Any]]:
         elif kind == "reasoning":
             if open_message is not None and (open_message["content"] is not None or open_message.get("tool_calls")):
                 open_message = None
-            thought = _thought(item, where)
-            if thought:
+            if thought := _thought(item, where):
                 message = assistant()
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
         elif kind in ("function_call", "custom_tool_call"):

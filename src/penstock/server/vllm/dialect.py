@@ -90,8 +90,7 @@ class VLLM(OpenAIForm):
         if body.sampling_params.get("stop") and body.sampling_params.get("detokenize") is False:
             raise RequestError("stop strings are only possible where detokenize is true", param="sampling_params")
         given = {name: value for name, value in body.sampling_params.items() if name not in UNREAD and value is not None}
-        own = sorted(given.keys() & {*GenerateRequest.__struct_fields__, "prompt", "echo", "suffix"})
-        if own:
+        if own := sorted(given.keys() & {*GenerateRequest.__struct_fields__, "prompt", "echo", "suffix"}):
             raise UnsupportedError(f"sampling_params may not have {', '.join(own)}, which are no sampling parameters",
                                    "sampling_params")
         fields = {"max_tokens": None, **given, "prompt": body.token_ids, "stream": body.stream, "cache_salt": body.cache_salt,
