@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -15,16 +16,13 @@ LOG = logging.getLogger("penstock")
 @cache
 def _cpu() -> DeviceFacts:
     name, flags = "cpu", frozenset[str]()
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    name = line.split(":", 1)[1].strip()
-                elif line.startswith("flags"):
-                    flags = frozenset(line.split(":", 1)[1].split())
-                    break
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+            elif line.startswith("flags"):
+                flags = frozenset(line.split(":", 1)[1].split())
+                break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return DeviceFacts("cpu", name, memory, len(os.sched_getaffinity(0)), flags)
 
@@ -36,15 +34,13 @@ def available_memory() -> int:
         available = int(stated[1]) * 1024 if stated else 0
     except OSError:
         available = _cpu().memory
-    try:
+    with suppress(OSError):
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
             used = int((_CGROUP / "memory.current").read_text())
             # The group is charged for cached files as well, which the kernel gives back when memory is needed.
             found = re.search(r"^inactive_file (\d+)$", (_CGROUP / "memory.stat").read_text(), re.M)
             available = min(available, int(limit) - used + (int(found[1]) if found else 0))
-    except OSError:
-        pass
     return max(0, available)
 
 

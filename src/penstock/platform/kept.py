@@ -17,12 +17,10 @@ from typing import Any
 def cache_folder() -> Path:
     """Below XDG_CACHE_HOME or ~/.cache, or a folder for this process alone if that is not writable."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return folder
-    except OSError:
-        pass
     return _fallback()
 
 

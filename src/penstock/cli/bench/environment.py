@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -38,12 +39,10 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
