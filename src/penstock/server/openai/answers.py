@@ -93,6 +93,14 @@ def prompt_entries(lines: list[TokenLogprobs], namer: Namer) -> list[Raw | None]
                     for line in lines)]
 
 
+class Head(msgspec.Struct):
+    """The first fields of an answer, and of each of its events."""
+
+    id: str
+    created: int
+    model: str
+
+
 class PromptDetails(msgspec.Struct):
     cached_tokens: int = 0
     audio_tokens: int = 0

@@ -14,7 +14,7 @@ from penstock.core.request import EngineInfo, Request as EngineRequest, TokenLog
 from penstock.dialects.parser import Parser
 from penstock.engine.outputs import Delta
 from penstock.server.dialect import note_ignored
-from penstock.server.openai.answers import ChoicesAnswer, Namer, Usage, chat_content, namer, prompt_entries
+from penstock.server.openai.answers import ChoicesAnswer, Head, Namer, Usage, chat_content, namer, prompt_entries
 from penstock.server.openai.form import in_terms
 from penstock.server.openai.messages import choose, ignored, render
 from penstock.server.openai.prepare import check_stream, prepare, sampling_params, structure_of
@@ -34,10 +34,7 @@ class ChunkChoice(msgspec.Struct):
     x_penstock: Flags | UnsetType = UNSET
 
 
-class Chunk(msgspec.Struct):
-    id: str
-    created: int
-    model: str
+class Chunk(Head):
     choices: list[ChunkChoice]
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
@@ -57,10 +54,7 @@ class AnswerChoice(msgspec.Struct):
     x_penstock: Flags | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
-    id: str
-    created: int
-    model: str
+class ChatCompletion(Head):
     choices: list[AnswerChoice]
     usage: Usage
     object: str = "chat.completion"

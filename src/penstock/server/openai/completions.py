@@ -11,7 +11,7 @@ from starlette.responses import Response
 from penstock.core.errors import RequestError, UnsupportedError
 from penstock.core.request import EngineInfo, Request as EngineRequest, TokenLogprobs
 from penstock.engine.outputs import Delta
-from penstock.server.openai.answers import ChoicesAnswer, Growth, Namer, Usage, completion_logprobs, namer, prompt_entries
+from penstock.server.openai.answers import ChoicesAnswer, Growth, Head, Namer, Usage, completion_logprobs, namer, prompt_entries
 from penstock.server.openai.echo import Echo, Offsets, echo
 from penstock.server.openai.prepare import check_stream, prepare, sampling_params
 from penstock.server.openai.protocol import CompletionRequest
@@ -34,12 +34,9 @@ class Choice(msgspec.Struct):
     prompt_logprobs: list[msgspec.Raw | None] | None = None
 
 
-class Completion(msgspec.Struct):
+class Completion(Head):
     """A whole answer or one streamed event: this API uses one shape for both."""
 
-    id: str
-    created: int
-    model: str
     choices: list[Choice]
     object: str = "text_completion"
     system_fingerprint: str | None = None

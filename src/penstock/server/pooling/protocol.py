@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from penstock.engine.retention import Side
+from penstock.server.openai.answers import Head
 from penstock.server.openai.protocol import MAX_ENTRIES, Conversation, Count, Messages, ServiceFields, TokenId
 from penstock.server.pooling.packing import DType
 
@@ -114,12 +115,9 @@ class PoolUsage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class Answers(msgspec.Struct, Generic[Item]):
+class Answers(Head, Generic[Item]):
     """A list with an answer for each text or pair, in their order."""
 
-    id: str
-    created: int
-    model: str
     data: list[Item]
     usage: PoolUsage
     object: str = "list"
