@@ -273,15 +273,12 @@ class Fleet:
 
     def describe(self) -> list[dict[str, Any]]:
         """Each model's names, state and use, for people and routers."""
-        now, found = time.monotonic(), []
-        for slot in self.slots:
-            info = slot.llm.info
-            found.append({"id": slot.label, "names": slot.names, "path": slot.llm.model, "state": slot.state,
-                          "pinned": slot.pinned, "share": slot.share, "requests": slot.llm.live,
-                          "idle_seconds": round(now - slot.used, 1) if slot.used and not slot.users else 0.0,
-                          "bytes": info.weight_bytes + info.kv_bytes + info.step_bytes if info is not None else 0,
-                          "error": slot.error})
-        return found
+        now = time.monotonic()
+        return [{"id": slot.label, "names": slot.names, "path": slot.llm.model, "state": slot.state, "pinned": slot.pinned,
+                 "share": slot.share, "requests": slot.llm.live,
+                 "idle_seconds": round(now - slot.used, 1) if slot.used and not slot.users else 0.0,
+                 "bytes": info.weight_bytes + info.kv_bytes + info.step_bytes if info is not None else 0, "error": slot.error}
+                for slot in self.slots for info in (slot.llm.info,)]
 
 
 async def _end(llm: AsyncLLM, patience: float) -> None:
