@@ -442,8 +442,7 @@ class ChatBatchRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
             msgspec.convert({"messages": messages}, Conversation)
 
     def conversations(self) -> list[ChatRequest]:
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return [ChatRequest(**{**fields, "messages": messages}) for messages in self.messages]
+        return [ChatRequest(**{**msgspec.structs.asdict(self), "messages": messages}) for messages in self.messages]
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
