@@ -64,8 +64,7 @@ _PATTERNS: dict[str, str] = {
     "email": _EMAIL, "ipv4": _IPV4, "ipv6": _IPV6, "ip-address": _IPV4,
     "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "uri": _URI, "url": _URI, "uri-reference": _URI_REFERENCE, "iri": _IRI, "iri-reference": _IRI_REFERENCE,
-    "uri-template": _TEMPLATE, "json-pointer": _POINTER,
-    "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
+    "uri-template": _TEMPLATE, "json-pointer": _POINTER, "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
     "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"}
 
 _SCHEMAS: dict[str, dict[str, Any]] = {

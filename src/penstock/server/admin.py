@@ -85,8 +85,7 @@ class Admin:
             "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs, "page_size": info.page_size,
             "kv_events": info.kv_events,
             "cache": {"prefix_caching": info.prefix_caching, "identity": info.cache_identity, "isolated": tenants.isolated,
-                      "tenant_share": info.tenant_share,
-                      "tiers": [asdict(tier) for tier in self.state.llm.stats.tiers]}})
+                      "tenant_share": info.tenant_share, "tiers": [asdict(tier) for tier in self.state.llm.stats.tiers]}})
 
     async def step_time(self, request: Request) -> Response:
         """The engine as `cli/simulation/fleet.py::Cost`. 503 until it has run a step."""
@@ -97,8 +96,7 @@ class Admin:
             "name": f"{info.model} on {info.device}", "weights": dict(zip(TERMS, stats.step_time, strict=True)),
             "buckets": info.buckets, "kv_tokens": info.kv_tokens, "page_size": info.page_size,
             "max_num_seqs": info.max_num_seqs, "max_num_batched_tokens": info.max_num_batched_tokens,
-            "max_model_len": info.max_model_len,
-            "step_target": info.step_target,
+            "max_model_len": info.max_model_len, "step_target": info.step_target,
             "overhead": max(0.0, stats.busy_seconds - stats.worker_seconds) / max(1, stats.steps)})
 
     async def kv_event_sources(self, request: Request) -> Response:

@@ -47,8 +47,7 @@ def measure_device(args: argparse.Namespace) -> dict[str, Any]:
     product = torch.empty_like(left)
     return {"device": facts.name, "memory_bytes": facts.memory,
             "compute_capability": ".".join(map(str, facts.capability)) if facts.kind == "cuda" else None,
-            "copy_bytes_per_second": 2 * source.nbytes / seconds(lambda: target.copy_(source)),
-            "gemm_size": size,
+            "copy_bytes_per_second": 2 * source.nbytes / seconds(lambda: target.copy_(source)), "gemm_size": size,
             "gemm_flops_per_second": 2 * size ** 3 / seconds(lambda: torch.mm(left, right, out=product))}
 
 

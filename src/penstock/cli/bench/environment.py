@@ -17,18 +17,11 @@ PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "uvloop", "
 
 def environment() -> dict[str, Any]:
     """Facts about this machine and installation. Unknown facts are None; nothing raises, torch is not imported."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "penstock": penstock.__version__,
-        "git_commit": _commit(),
-        "python": platform.python_version(),
-        "os": f"{platform.system()} {platform.release()}",
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "load_average": round(os.getloadavg()[0], 2),
-        **_gpu(),
-        "packages": {name: _version(name) for name in PACKAGES}}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "penstock": penstock.__version__, "git_commit": _commit(),
+            "python": platform.python_version(), "os": f"{platform.system()} {platform.release()}", "cpu": _cpu_name(),
+            "cores": cores, "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "load_average": round(os.getloadavg()[0], 2), **_gpu(), "packages": {name: _version(name) for name in PACKAGES}}
 
 
 def _version(package: str) -> str | None:

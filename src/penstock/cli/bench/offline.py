@@ -176,8 +176,7 @@ class _Run:
         worker, kernels = after.worker_seconds - before.worker_seconds, after.kernel_seconds - before.kernel_seconds
         plan = after.plan_seconds - before.plan_seconds
         return {"load_seconds": self.load_seconds,
-                "engine": {"steps": after.steps - before.steps,
-                           "preemptions": after.preemptions - before.preemptions,
+                "engine": {"steps": after.steps - before.steps, "preemptions": after.preemptions - before.preemptions,
                            "plan_ms_per_step": plan / steps * 1e3, "worker_ms_per_step": worker / steps * 1e3,
                            "kernel_ms_per_step": kernels / steps * 1e3,
                            "overhead_ms_per_step": (plan + worker - kernels) / steps * 1e3},

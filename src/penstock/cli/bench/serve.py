@@ -248,8 +248,7 @@ def summary(records: list[Record], start: float, duration: float, percentiles: l
     n_in, n_out = sum(r.input_len for r in good), sum(r.output_len for r in good)
     result: dict[str, Any] = {
         "duration": duration, "completed": len(good), "failed": len(records) - len(good),
-        "total_input_tokens": n_in, "total_output_tokens": n_out,
-        "request_throughput": len(good) / duration,
+        "total_input_tokens": n_in, "total_output_tokens": n_out, "request_throughput": len(good) / duration,
         "request_goodput": sum(r.meets(limits) for r in good) / duration if limits else None,
         "output_throughput": n_out / duration, "total_token_throughput": (n_in + n_out) / duration,
         "max_output_tokens_per_s": _busiest_second(good, start), "max_concurrent_requests": _most_at_once(good),
