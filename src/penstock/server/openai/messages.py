@@ -1,6 +1,5 @@
 """Renders the messages of a chat request to the prompt's text."""
 
-import inspect
 from typing import Any
 
 from starlette.requests import Request
@@ -12,15 +11,13 @@ from penstock.server.openai.protocol import ChatRequest, TokenizeRequest
 from penstock.server.openai.reading import offered
 from penstock.server.state import State
 from penstock.text import ChatTemplate
+from penstock.text.template import check_variables
 
 Templated = ChatRequest | TokenizeRequest
 """Bodies with messages and template fields."""
 
 STYLE = ("reasoning_effort", "verbosity")
 """Fields whose meaning is defined by the model's template."""
-
-_TAKEN = frozenset(inspect.signature(ChatTemplate.render).parameters)
-"""Names that `ChatTemplate.render` has a meaning of its own for."""
 
 
 async def render(state: State, http: Request, body: Templated) -> Marked:
@@ -59,9 +56,7 @@ def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> Ch
 
 def _variables(template: ChatTemplate, body: Templated) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
-    if taken := sorted(_TAKEN & variables.keys()):
-        raise RequestError(f"chat_template_kwargs may not set {', '.join(taken)}; these are fields of the request",
-                           param="chat_template_kwargs")
+    check_variables(variables)
     if body.reasoning_effort == "none":
         variables.setdefault("enable_thinking", False)
     # Fields that the template does not read are left out; `ignored` reports them.
