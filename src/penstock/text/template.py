@@ -120,11 +120,6 @@ class ChatTemplate:
             found = {DEFAULT: next(iter(found.values()))}
         return cls(found, variables)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the templates; empty if the model has none."""
-        return list(self.sources)
-
     def reads(self, variable: str) -> bool:
         """True if any of the templates contains this variable's name."""
         return any(variable in source for source in self.sources.values())
@@ -178,7 +173,7 @@ class ChatTemplate:
 
     def _run(self, compiled: "_Compiled", variables: dict[str, Any]) -> str:
         try:
-            return compiled.run(variables)
+            return compiled.template.render(variables)
         except _Refusal as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages",
                                code="template_error") from None
@@ -208,10 +203,7 @@ class _Compiled:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._template = _ENVIRONMENT.from_string(source)
-
-    def run(self, variables: Mapping[str, Any]) -> str:
-        return self._template.render(variables)
+        self.template = _ENVIRONMENT.from_string(source)
 
     @functools.cached_property
     def shape(self) -> chat.Shape:
@@ -250,8 +242,8 @@ class _Compiled:
 
     def _try(self, conversation: list[dict[str, Any]]) -> str:
         try:
-            return self.run({"messages": conversation, "tools": None, "documents": None, "add_generation_prompt": True,
-                             "bos_token": "", "eos_token": ""})
+            return self.template.render({"messages": conversation, "tools": None, "documents": None,
+                                         "add_generation_prompt": True, "bos_token": "", "eos_token": ""})
         except Exception:  # noqa: BLE001 (a trial: a template may fail in any way)
             return ""
 

@@ -197,7 +197,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     sources = {"default": "plain", "tool_use": "tools", "rag": "rag"}
     named = [{"name": name, "template": source} for name, source in sources.items()]
     template = ChatTemplate.load(model(tmp_path, chat_template=named))
-    assert template.names == ["default", "tool_use", "rag"]
+    assert list(template.sources) == ["default", "tool_use", "rag"]
     assert template.render(user) == "plain"
     assert template.render(user, [WEATHER]) == "tools"
     assert template.render(user, []) == "plain"
@@ -224,7 +224,7 @@ def test_several_templates_without_default_or_none(tmp_path: Path) -> None:
         ChatTemplate.load(model(tmp_path, chat_template=named)).render(user)
     assert ChatTemplate.load(model(tmp_path, chat_template=named[:1])).render(user) == "A"
     template = ChatTemplate.load(model(tmp_path))
-    assert template.names == []
+    assert not template.sources
     with pytest.raises(RequestError, match=r"/v1/completions.*--chat-template") as caught:
         template.render(user)
     assert caught.value.code == "no_chat_template"

@@ -47,10 +47,10 @@ def choose(template: ChatTemplate | None, wanted: str | None, trust: bool) -> Ch
                            param="messages", code="no_tokenizer")
     if wanted is None:
         return template
-    if wanted not in template.names and not trust:
+    if wanted not in template.sources and not trust:
         raise UnsupportedError("chat_template cannot be taken from a request: a template is a program, and this server does "
                                "not run those of its clients (--trust-request-chat-template). Possible by name: "
-                               f"{', '.join(template.names) or 'none'}", "chat_template")
+                               f"{', '.join(template.sources) or 'none'}", "chat_template")
     return template.using(wanted)
 
 
