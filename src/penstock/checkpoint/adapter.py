@@ -61,9 +61,8 @@ def read_adapter(folder: Path) -> AdapterConfig:
         others = ", ".join(sorted(path.name for path in folder.glob("adapter_model.*")))
         raise ModelError(f"{folder} has no {WEIGHTS}" + (f" (it has {others}; pickle files are never read)" if others else "")
                          + "; save the adapter with safe_serialization=True")
-    numbers = {key: config.get(key) for key in ("r", "lora_alpha")}
-    for key, value in numbers.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    for key in ("r", "lora_alpha"):
+        if not isinstance(value := config.get(key), int | float) or isinstance(value, bool) or not value > 0:
             raise ModelError(f"{folder / CONFIG}: {key} is {value!r}; it must be a number above 0")
     saved = config.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(one, str) for one in saved):

@@ -141,8 +141,7 @@ def _here(args: argparse.Namespace, items: Sequence[list[Item]]) -> tuple[list[S
     # Late: this brings torch, which `penstock eval --help` must not.
     from penstock.engine.llm import LLM
 
-    options = from_args(args, EngineOptions, model=model_or_canary(args))
-    with LLM(**asdict(options)) as llm, _bar(sum(map(len, items))) as bar:
+    with LLM(**asdict(from_args(args, EngineOptions, model=model_or_canary(args)))) as llm, _bar(sum(map(len, items))) as bar:
         scores = []
         for group in items:
             scores.append(graded(group, answers(llm, group)))

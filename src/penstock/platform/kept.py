@@ -34,8 +34,7 @@ class Kept:
 
     def __init__(self, folder: Path, *what: object) -> None:
         """`what`: all that the value depends on besides sources and versions; told apart by their `repr`."""
-        digest = hashlib.sha256(repr(what).encode() + sources())
-        self._path = folder / f"{digest.hexdigest()}.json"
+        self._path = folder / f"{hashlib.sha256(repr(what).encode() + sources()).hexdigest()}.json"
 
     def read(self) -> Any:
         try:

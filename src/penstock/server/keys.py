@@ -90,8 +90,7 @@ def write(path: Path, keys: Iterable[Key]) -> None:
     """Replaces the file, readable by its owner only; a server sees the old one or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(b"".join(msgspec.json.encode(key) + b"\n" for key in keys))
             file.flush()
             os.fsync(file.fileno())

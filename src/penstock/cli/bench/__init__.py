@@ -38,11 +38,7 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, result, getattr(home, rows)(result))
 
 
-Row = tuple[str, Any]
-"""A line of the table for people: what it is, and the value."""
-
-
-def finish(args: argparse.Namespace, result: dict[str, Any], rows: Sequence[Row]) -> int:
+def finish(args: argparse.Namespace, result: dict[str, Any], rows: Sequence[tuple[str, Any]]) -> int:
     """Adds metadata and environment to a result, prints it as a table and as JSON, and saves it if asked. The exit status."""
     result["metadata"] = dict(_pair(text) for text in args.metadata)
     result["environment"] = environment()
@@ -54,8 +50,8 @@ def finish(args: argparse.Namespace, result: dict[str, Any], rows: Sequence[Row]
     return int(result.get("completed") == 0)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Aligned lines; whole numbers with separators, others with three significant digits or one decimal."""
+def table(rows: Sequence[tuple[str, Any]]) -> str:
+    """Aligned lines of names and values; whole numbers with separators, others with three significant digits or one decimal."""
     width = max(len(name) for name, _ in rows)
     shown = [(name, _shown(value)) for name, value in rows]
     right = max(len(value) for _, value in shown)

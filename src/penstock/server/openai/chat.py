@@ -226,8 +226,7 @@ def check(body: ChatRequest) -> None:
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs is only possible when logprobs is true", param="top_logprobs")
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
+    if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
         raise RequestError("max_tokens and max_completion_tokens are two names of one limit; give one of them",
                            param="max_tokens")
     if body.tool_choice not in (None, "none") and not body.tools:

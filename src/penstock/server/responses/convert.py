@@ -65,8 +65,7 @@ def _tool(tool: r.FunctionTool | r.CustomTool) -> dict[str, Any]:
     said = {name: value for name, value in msgspec.to_builtins(tool).items() if value is not None}
     kind = said.pop("type")
     if isinstance(tool, r.CustomTool) and isinstance(tool.format, r.Grammar):
-        grammar = {"definition": tool.format.definition, "syntax": tool.format.syntax}
-        said["format"] = {"type": "grammar", "grammar": grammar}
+        said["format"] = {"type": "grammar", "grammar": {"definition": tool.format.definition, "syntax": tool.format.syntax}}
     return {"type": kind, kind: said}
 
 
