@@ -127,20 +127,18 @@ class MessageAnswer(BlocksAnswer):
         block = change.block
         if block.kind == "reasoning" and not self.thinking:
             return
+        index = self._places.setdefault(block.index, len(self._places))
         if change.what == "begin":
-            index = self._places[block.index] = len(self._places)
             empty = msgspec.to_builtins(_shown(Block(0, block.kind, block.id, block.name)))
             yield {"type": "content_block_start", "index": index, "content_block": empty}
-            return
-        index = self._places[block.index]
-        if change.what == "add":
+        elif change.what == "add":
             kind, field = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
                            "call": ("input_json_delta", "partial_json")}[block.kind]
             yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: change.text}}
-            return
-        if block.kind == "reasoning":
-            yield {"type": "content_block_delta", "index": index, "delta": {"type": "signature_delta", "signature": ""}}
-        yield {"type": "content_block_stop", "index": index}
+        else:
+            if block.kind == "reasoning":
+                yield {"type": "content_block_delta", "index": index, "delta": {"type": "signature_delta", "signature": ""}}
+            yield {"type": "content_block_stop", "index": index}
 
     def last_events(self) -> bytes:
         reason, sequence = self._stop()
