@@ -81,10 +81,7 @@ def models_of(args: argparse.Namespace) -> list[tuple[list[str], str, float]]:
         if inside and name:
             raise ConfigError(f"{name}={model}: this folder has several models in it, each named as its own folder; leave out "
                               f"{name}=, or name one of them, as {inside[0]}")
-        if inside:
-            found += [([one.name], str(one), share) for one in inside]
-        else:
-            found.append(([name] if name else [], model, share))
+        found += [([one.name], str(one), share) for one in inside] or [([name] if name else [], model, share)]
     if len(found) == 1:
         return found
     return [(names or [model if not Path(model).is_dir() else Path(model).name], model, share) for names, model, share in found]
