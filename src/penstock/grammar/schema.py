@@ -295,11 +295,8 @@ class _Walk:
     def unevaluated(self, schema: dict[str, Any], pointer: str) -> None:
         """Rewrites "unevaluated" keywords as "additional" ones, which they equal if no other applicator is present."""
         key = pointer.rpartition("/")[2]
-        wanted = schema.pop(key)
-        if wanted in (True, {}):
-            return
-        plain = "additionalProperties" if key == "unevaluatedProperties" else "items"
-        if plain in schema:
+        wanted, plain = schema.pop(key), "additionalProperties" if key == "unevaluatedProperties" else "items"
+        if wanted in (True, {}) or plain in schema:
             return
         if any(other in schema for other in (*IN_PLACE, "contains")):
             raise UnenforceableError(pointer, f"beside allOf, anyOf, oneOf, not, if, $ref and contains it cannot be enforced; "
