@@ -12,13 +12,11 @@ function view(name) {
     $(`tab-${one}`).setAttribute("aria-selected", String(one === name));
   }
   history.replaceState(null, "", name === "chat" ? location.pathname : "#room");
-  if (name === "room") room.watch();
-  else room.leave();
+  name === "room" ? room.watch() : room.leave();
 }
 
 function colours(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  else delete document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = theme;
   localStorage.setItem("theme", theme);
 }
 
