@@ -189,8 +189,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         self._deadline("idle", self.group.options.idle_timeout)
-        reason = self.group.add(self)
-        if reason is not None:
+        if (reason := self.group.add(self)) is not None:
             self.app = _probes_only(self.app, reason, self.group.shape)
             self._deadline("idle", PROBE_SECONDS)
 

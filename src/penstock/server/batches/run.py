@@ -154,8 +154,7 @@ class Runner:
                 room = batch["expires_at"] - time.time()
                 if room <= 0:
                     return "batch_expired"
-                slot = self._next(waiting, bool(pending))
-                if slot is not None:
+                if (slot := self._next(waiting, bool(pending))) is not None:
                     self._flying[slot] += 1
                     task = asyncio.create_task(self._ask(named, slot, waiting[slot].popleft(), counts))
                     task.add_done_callback(functools.partial(self._landed, slot))
