@@ -50,8 +50,7 @@ class Figures:
 
     def __init__(self, max_model_len: int) -> None:
         tokens = token_bounds(max_model_len)
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
+        self.prompt_tokens = self.generation_tokens = 0
         self.finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         """Sequences by why they ended."""
         self.refused = 0

@@ -118,8 +118,7 @@ class Replica:
         self.scheduler = kind(Cache(layout), limits, order) if kind else Scheduler(Cache(layout), limits, order, times=times)
         self._device, self._overhead, self._depth = cost.times(), cost.overhead, depth
         self._flying: deque[tuple[StepPlan, float, float]] = deque()
-        self._free = 0.0
-        self.busy = 0.0
+        self._free = self.busy = 0.0
         self.wake = float("inf")
         self.work: dict[str, Record] = {}
 

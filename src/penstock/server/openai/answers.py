@@ -165,8 +165,7 @@ class ChoicesAnswer(ABC):
         self.growths = [Growth() for _ in range(self.n * len(requests))]
         self.first = {request.id: place * self.n for place, request in enumerate(requests)}
         self.prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-        self.completion_tokens = 0
-        self.cached_tokens = 0
+        self.completion_tokens = self.cached_tokens = 0
         self.cached_by_tier: dict[str, int] = {}
         self.details = CompletionDetails()
         self._drafts = 0
