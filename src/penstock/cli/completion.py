@@ -69,8 +69,7 @@ def _bash(tree: list[Words], zsh: bool) -> str:
     lines += ["    esac", "  done", '  case "$command" in']
     for one in tree:
         lines.append(f"    {shlex.quote(' ' + one.command if one.command else '')})")
-        for flag, choices in one.choices.items():
-            lines.append(f'      [[ "$before" == {flag} ]] && possible="{" ".join(choices)}"')
+        lines += [f'      [[ "$before" == {flag} ]] && possible="{" ".join(words)}"' for flag, words in one.choices.items()]
         every = " ".join([*one.subcommands, *one.flags])
         lines += [f'      [[ -z "$possible" ]] && possible="{every}" ;;']
     lines += ["  esac", '  COMPREPLY=($(compgen -W "$possible" -- "$word"))',
