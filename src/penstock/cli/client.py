@@ -212,7 +212,6 @@ class Wire:
         own = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         own += "x-penstock-wait: true\r\n" if waits else ""
         self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\nuser-agent: penstock/{__version__}\r\n{own}".encode()
-        self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
 
     async def send(self, method: str, path: str, body: bytes = b"") -> Reply:
@@ -232,10 +231,9 @@ class Wire:
 
     async def _connect(self) -> tuple[_Connection, bool]:
         """A connection for one request, and whether it was used before."""
-        self._idle = [c for c in self._all if c.free]
         self._all = {c for c in self._all if not c.closed}
-        if self._idle:
-            return self._idle.pop(), True
+        if idle := [c for c in self._all if c.free]:
+            return idle[-1], True
         try:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
