@@ -289,6 +289,7 @@ CASES = [
                                    "attention_bias": False}),
     Case("gpt-oss-yarn", "GptOss", {**WIDE, **OSS, **rope("yarn", **YARN, truncate=False), "sliding_window": 9}),
     Case("deepseek2-plain", "DeepseekV2", {**MLA, "n_routed_experts": 4}),
+    Case("deepseek2-biased", "DeepseekV2", {**MLA, **BIASED}),
     Case("deepseek2-yarn", "DeepseekV2", {**MLA, **MSCALE, "q_lora_rank": 24, "v_head_dim": 16, "attention_bias": True}),
     Case("deepseek3-plain", "DeepseekV3", {**MLA, **MSCALE}),
     Case("glm47flash-plain", "Glm4MoeLite", {**MLA3, **MIXED, "q_lora_rank": 24, "routed_scaling_factor": 1.8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from penstock.layers.block import RMSNormSpec
 from penstock.layers.latent import Held, LatentAttention, SparseLatentAttention, SparseLatentAttentionSpec, hadamard, largest
 from penstock.layers.rope import RopeSpec
-from penstock.ops.attention import AttentionOps, Geometry, Ints, Rows, Span
+from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
 from tests.models.families import CASES, PROMPT, make
 from tests.models.harness import Runner, open_model
 
@@ -46,22 +47,19 @@ def test_both_forms_say_the_same(name: str, tmp_path: Path, monkeypatch: pytest.
     # A step of both kinds: a token and a chunk, side by side.
     together = runner.step([(0, [found[1][-1]]), (1, prompt[:20])])
     torch.testing.assert_close(together[1:], absorbed[0][:20], atol=1e-4, rtol=0)
-    # Prompts without a context, whose keys are expanded together, side by side; a library asks for more keys than there are.
-    plain = AttentionOps.expanded
+    # Prompts without a context, whose keys are expanded together, side by side.
+    plain, several = AttentionOps.prompts, list[int]()
 
-    def padded(self: AttentionOps, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
-        def more(begin: int, end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            k, v = rows(begin, end, size + 9)
-            assert len(k) == len(v) == size + 9
-            return k[:size], v[:size]
+    def noted(self: AttentionOps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, spans: Sequence[Span],
+              out: torch.Tensor) -> None:
+        several.extend(span.count for span in spans)
+        plain(self, q, k, v, scale, spans, out)
 
-        plain(self, q, more, scale, span, out)
-
-    monkeypatch.setattr(AttentionOps, "expanded", padded)
+    monkeypatch.setattr(AttentionOps, "prompts", noted)
     expanded.clear()
     beside = Runner(open_model(tmp_path)).step([(0, prompt[:9]), (1, prompt[:20])])
     torch.testing.assert_close(beside, torch.cat((absorbed[0][:9], absorbed[0][:20])), atol=1e-4, rtol=0)
-    assert not expanded
+    assert not expanded and several == [9, 20] * 3
 
 
 def test_index_keys_in_fp8_pick_nearly_the_same() -> None:

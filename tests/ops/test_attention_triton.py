@@ -19,7 +19,7 @@ from penstock.ops.attention_work import FIELDS, LISTED, Launch, WorkItem
 from penstock.ops.rows_triton import move_step
 from penstock.ops.step import Moving
 from tests.ops import test_attention_trees as trees
-from tests.ops.kernels import close, reference
+from tests.ops.kernels import close, random, reference
 from tests.ops.test_attention import CASES, Case
 
 BOTH = pytest.mark.parametrize("attention", [TRITON, INVARIANT], ids=["triton", "invariant"])
@@ -220,6 +220,21 @@ def test_a_segment_over_two_parts_of_its_keys(ops: AttentionOps, monkeypatch: py
     found, sums = ops.segment(case.q, case.k, case.v, row[512 // 16:], 700 - 512, True, scale, seen=lambda: [first])
     check(found, wanted(case))
     assert torch.allclose(sums, AttentionOps().segment(case.q, case.k, case.v, row, 700, True, scale)[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("lengths", [[512, 512, 512], [512, 300, 290], [1024], [40, 1000]])
+def test_prompts_by_groups_of_one_length(lengths: list[int]) -> None:
+    """Keys and values of several prompts, one behind the other, and values narrower than keys; a decoding token stands before
+    the prompts, whose row stays."""
+    total = sum(lengths)
+    sizes = ((total + 1, 24), (total, 24), (total, 16))
+    q, k, v = (random(rows, 2, size, seed=size + rows).to(HALF).to(DEVICE) for rows, size in sizes)
+    spans = [Span(1 + place, 1 + sum(lengths[:place]), count, 0) for place, count in enumerate(lengths)]
+    found, wanted = (torch.full((total + 1, 2, 16), 7.0, dtype=HALF, device=DEVICE) for _ in range(2))
+    TRITON.prompts(q, k, v, 0.2, spans, found)
+    AttentionOps().prompts(q, k, v, 0.2, spans, wanted)
+    close(found, wanted.float(), 1.0, 4.0)
+    assert (found[0] == 7.0).all()
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="cuDNN needs a GPU")

@@ -62,32 +62,31 @@ class LatentAttentionSpec:
 
     @property
     def input(self) -> LinearSpec:
-        """Latents, and with a query rank the queries' inner vectors before them."""
-        pieces = (Piece("q_a", self.query_rank),) if self.query_rank else ()
-        return LinearSpec(self.width, (*pieces, Piece("kv_a", self.latent_size)), self.bias)
-
-    @property
-    def input_name(self) -> str:
-        return "a" if self.query_rank else "kv_a"
-
-    @property
-    def query_name(self) -> str:
-        return "q_b" if self.query_rank else "q"
+        """Queries, or with a query rank their inner vectors, and latents, which every rank has."""
+        latents = Piece("kv_a", self.latent_size, self.latent_size, copied=True)
+        if self.query_rank:
+            return LinearSpec(self.width, (Piece("q_a", self.query_rank), latents), self.bias)
+        return LinearSpec(self.width, (self._heads("q"), latents), split=Split.ROWS)
 
     @property
     def queries(self) -> LinearSpec:
-        outputs = Piece(self.query_name, self.heads * self.query_size, self.query_size)
-        return LinearSpec(self.query_rank or self.width, (outputs,), False, Split.ROWS)
+        """Of inner vectors."""
+        return LinearSpec(self.query_rank, (self._heads("q_b"),), False, Split.ROWS)
+
+    def _heads(self, name: str) -> Piece:
+        return Piece(name, self.heads * self.query_size, self.query_size)
 
     @property
     def output(self) -> LinearSpec:
         return LinearSpec(self.heads * self.value_size, (Piece("o", self.width),), self.bias, Split.COLUMNS, self.value_size)
 
     def parameters(self, path: str) -> Iterator[Parameter]:
-        yield from self.input.parameters(f"{path}.{self.input_name}")
+        yield from self.input.parameters(f"{path}.a")
         if self.query_rank:
             yield from self.norm.parameters(f"{path}.q_norm", self.query_rank)
-        yield from self.queries.parameters(f"{path}.{self.query_name}")
+            yield from self.queries.parameters(f"{path}.q_b")
+        elif self.bias:
+            yield Parameter(f"{path}.kv_a.bias", (self.latent_size,))
         yield from self.norm.parameters(f"{path}.kv_norm", self.rank)
         size = self.key_size + self.value_size
         yield Parameter(f"{path}.kv_b.weight", (self.heads * size, self.rank), PLAIN, split=Split.ROWS, unit=size, decoded=True)
@@ -115,9 +114,10 @@ class LatentAttention(TokenMixer):
     def __init__(self, spec: LatentAttentionSpec, path: str, build: Build) -> None:
         self.spec = spec
         self.path = f"{path}.kv_b"
-        self.a = Linear(spec.input, f"{path}.{spec.input_name}", build)
-        self.q = Linear(spec.queries, f"{path}.{spec.query_name}", build)
+        self.a = Linear(spec.input, f"{path}.a", build)
+        self.q = Linear(spec.queries, f"{path}.q_b", build) if spec.query_rank else None
         self.q_norm = RMSNorm(spec.norm, f"{path}.q_norm", build) if spec.query_rank else None
+        self.latent_bias = build.values.tensor(f"{path}.kv_a.bias") if spec.bias and not spec.query_rank else None
         self.kv_norm = build.values.tensor(f"{path}.kv_norm.weight")
         self.kv_b = build.values.tensor(f"{path}.kv_b.weight")
         by_head = self.kv_b.view(spec.heads, spec.key_size + spec.value_size, spec.rank)
@@ -144,11 +144,12 @@ class LatentAttention(TokenMixer):
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         spec, kernels, tokens = self.spec, self._kernels, x.shape[0]
         group, library = step.groups[self.group], step.library[self.work]
-        a = self.a(x, step)
-        inner = x if self.q_norm is None else self.q_norm(a[:, :spec.query_rank])
-        q = self.q(inner, step).view(tokens, spec.heads, spec.query_size)
+        inner, latents = self.a(x, step).split([self.a.weight.n - spec.latent_size, spec.latent_size], -1)
+        if self.q is not None and self.q_norm is not None:
+            inner = self.q_norm(inner)
+        q = (inner if self.q is None else self.q(inner, step)).view(tokens, spec.heads, spec.query_size)
         absorbed = q.new_empty(tokens, spec.heads, spec.latent_size)
-        self._write(q, a[:, spec.query_rank:], step, absorbed)
+        self._write(q, latents if self.latent_bias is None else latents + self.latent_bias, step, absorbed)
         out, (spans, others) = q.new_empty(tokens, spec.heads, spec.value_size), self._held(step)
         ranges = _outside([span for span, *_ in spans], tokens)
         adapters = self._adapters(step)
@@ -167,8 +168,8 @@ class LatentAttention(TokenMixer):
             kernels.head_linear.apply(found[first:last], self.out_of, out[first:last])
         for rows, a_, b in adapters if ranges else ():
             out[rows] = out[rows] + torch.einsum("thr,hvr->thv", found[rows] @ a_.t(), b[:, spec.key_size:])
-        if spans:
-            q = torch.cat((q[..., :spec.key_size], absorbed[..., spec.rank:]), -1)
+        if spans:  # nothing reads what is not rotated any more
+            q[..., spec.key_size:] = absorbed[..., spec.rank:]
         prompts = [] if self._ranks is not None or adapters else [span for span, *_ in spans if not span.before]
         if prompts:
             self._expand_prompts(q, prompts, step, out)
@@ -257,25 +258,19 @@ class LatentAttention(TokenMixer):
 
     def _expand_prompts(self, q: torch.Tensor, prompts: Sequence[Span], step: Step, out: torch.Tensor) -> None:
         """The same of prompts without a context, whose keys are expanded together: small models' prompts wait for launches."""
-        slots, page, at = step.groups[self.group].slots, self.cache.shape[2], 0
+        slots, page = step.groups[self.group].slots, self.cache.shape[2]
         slots = torch.cat([slots[span.first:span.first + span.count] for span in prompts])
-        both = self._keys(self.cache[slots // page, 0, slots % page], self.kv_b)
-
-        def rows(_begin: int, _end: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            # Behind a prompt's end are the next one's keys, which nothing sees.
-            k, v = (F.pad(x[at:], (0, 0, 0, 0, 0, size)) if at + size > len(x) else x[at:at + size] for x in both)
-            return k[:size], v[:size]
-
-        for span in prompts:
-            self._kernels.attention.expanded(q, rows, self.spec.scale, span, out[span.first:span.first + span.count])
-            at += span.count
+        keys, values = self._keys(self.cache[slots // page, 0, slots % page], self.kv_b)
+        self._kernels.attention.prompts(q, keys, values, self.spec.scale, prompts, out)
 
     def _keys(self, latents: torch.Tensor, kv_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values [N, H, D] of latents [N, D]."""
         spec = self.spec
         both = F.linear(latents[:, :spec.rank], kv_b).view(len(latents), spec.heads, -1)
-        turned = latents[:, None, spec.rank:].expand(-1, spec.heads, -1)
-        return torch.cat((both[..., :spec.key_size], turned), -1), both[..., spec.key_size:]
+        keys = both.new_empty(len(latents), spec.heads, spec.query_size)
+        # Faster than torch.cat of strided tensors.
+        keys[..., :spec.key_size], keys[..., spec.key_size:] = both[..., :spec.key_size], latents[:, None, spec.rank:]
+        return keys, both[..., spec.key_size:]
 
 
 def _outside(library: Sequence[Span], tokens: int) -> list[tuple[int, int]]:

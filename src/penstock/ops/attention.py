@@ -243,6 +243,16 @@ class AttentionOps:
         out.copy_(AttentionOps.apply(self, q[span.first:span.first + span.count], k, v, numbers[None, :1], numbers[:2],
                                      numbers[2:], scale))
 
+    def prompts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, spans: Sequence[Span],
+                out: torch.Tensor) -> None:
+        """The same of several spans without a context, in order, whose keys and values [N, H, D] are one behind the other; each
+        is written to its rows of out [T, H, values' D]."""
+        at = 0
+        for span in spans:
+            own, rows = slice(span.first, span.first + span.count), slice(at, at + span.count)
+            self.expanded(q, lambda *_, rows=rows: (k[rows], v[rows]), scale, span, out[own])
+            at = rows.stop
+
 
 def joined(parts: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over all keys, given results [P, T, H, D] over parts of them and the logarithms of the softmax's sums [P, T, H]

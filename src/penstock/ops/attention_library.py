@@ -20,7 +20,8 @@ kernels = gpu.Kernels("attention_kernel")
 
 LONG = 1024
 """Minimum queries of a segment that the library computes: 612 TFLOP/s of the causal triangle at 8,192 queries against 440 of
-our kernel, and 514 against 335 at 4 x 2,048 (bench/results). At 512 the overhead of the calls outweighs the gain."""
+our kernel, and 514 against 335 at 4 x 2,048 (bench/results). At 512 the overhead of the calls outweighs the gain; over latents,
+where our kernel does some three times as much, it does not."""
 
 GRAIN = 512
 """Queries are padded to a multiple of this, because cuDNN takes 70 ms to plan for each new shape."""
@@ -63,7 +64,7 @@ def spans(geometry: Geometry, counts: Ints, context: Ints) -> list[Span]:
     computed = (np.ceil((behind + counts) / GRAIN) * GRAIN) ** 2 / 2 + np.ceil(counts / GRAIN) * GRAIN * (before - behind)
     needed = counts * (before + counts / 2.0)
     return [Span(int(s), int(first[s]), int(counts[s]), int(before[s]))
-            for s in np.flatnonzero((counts >= LONG) & (computed < _WASTE * needed))]
+            for s in np.flatnonzero((counts >= (GRAIN if geometry.tail else LONG)) & (computed < _WASTE * needed))]
 
 
 @cache
@@ -136,6 +137,27 @@ def whole_prompts(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             queries[place, :span.count] = q[span.first:span.first + span.count]
     found, lse = _call(queries, k, v, scale, causal=True)
     return found if sinks is None else _sunk(found, lse, sinks)
+
+
+def prompts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, chosen: Sequence[Span], out: torch.Tensor) -> None:
+    """`AttentionOps.prompts`: one call for each group of equal length."""
+    at = 0
+    for group in groups(chosen):
+        shape, first, last = (len(group), _padded(group[0].count)), group[0].first, group[-1].first + group[-1].count
+        some = slice(at, at + last - first)
+        if exact(group):
+            queries, keys, values = (x.unflatten(0, shape) for x in (q[first:last], k[some], v[some]))
+            out[first:last] = _call(queries, keys, values, scale, causal=True)[0].flatten(0, 1)
+        else:
+            queries, keys, values = (x.new_zeros(*shape, *x.shape[1:]) for x in (q, k, v))
+            for place, span in enumerate(group):
+                begin = at + span.first - first
+                queries[place, :span.count] = q[span.first:span.first + span.count]
+                keys[place, :span.count] = k[begin:begin + span.count]
+                values[place, :span.count] = v[begin:begin + span.count]
+            for span, one in zip(group, _call(queries, keys, values, scale, causal=True)[0], strict=True):
+                out[span.first:span.first + span.count] = one[:span.count]
+        at = some.stop
 
 
 def continued(q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor, sinks: torch.Tensor | None = None,

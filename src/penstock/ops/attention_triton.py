@@ -126,6 +126,10 @@ class TritonAttention(AttentionOps):
     def expanded(self, q: torch.Tensor, rows: Rows, scale: float, span: Span, out: torch.Tensor) -> None:
         attention_library.continued(q, rows, scale, span, out)
 
+    def prompts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, spans: Sequence[Span],
+                out: torch.Tensor) -> None:
+        attention_library.prompts(q, k, v, scale, spans, out)
+
     def _launch(self, launch: Launch, geometry: Geometry, broad: bool, q: torch.Tensor, k_cache: torch.Tensor,
                 v_cache: torch.Tensor, table: torch.Tensor, scale: float, softcap: float, sinks: torch.Tensor | None,
                 slopes: torch.Tensor | None, work: torch.Tensor, out: torch.Tensor, scales: Scales | None,

@@ -70,7 +70,7 @@ LISTED = 3
 
 JOINING = 32
 """Cost of merging a part, in keys read. K keys in p parts take K / p + p * JOINING, which is smallest for items of
-sqrt(K * JOINING) keys; smaller items are not made."""
+sqrt(K * JOINING) keys; smaller items are not made. Over latents, of which reading one takes longer, it is half as much."""
 
 WORTH = 256
 """Minimum keys of an item that is split off only to keep multiprocessors busy in the last wave."""
@@ -306,7 +306,7 @@ def _fill(work: Ints, launch: Launch, geometry: Geometry, counts: Ints, context:
             np.concatenate, zip((token, queries, position, segment, begin, end), more, strict=True))
     blocks = -((begin - end) // unit)
     keys = blocks * unit
-    items = _items(keys, unit, launch.split, launch.items)
+    items = _items(keys, unit, launch.split, launch.items, JOINING // 2 if geometry.tail else JOINING)
     each = -(-blocks // items) * unit
     items = -(-keys // each)
     rows = np.zeros((len(segment), FIELDS), np.int32)
@@ -375,11 +375,11 @@ def _list(mates: Ints, rows: Ints, found: SharedTiles, own: Places, items: Ints)
     rows[own, WorkItem.FIRST] = np.arange(len(own), dtype=np.int32) - found.first[found.tile]
 
 
-def _items(keys: Ints, unit: Ints | np.int32, split: int, room: int) -> Ints:
+def _items(keys: Ints, unit: Ints | np.int32, split: int, room: int, joining: int) -> Ints:
     """Returns the number of items of each tile: at most `split` more than there are tiles, and at most `room` in total. Items
     have about equal size, and as many are made as run at once, or a few more. The largest size adds at most split / 2 items."""
     total = int(keys.sum())
-    least = max(math.isqrt(JOINING * int(keys.max())), -(-total // split))
+    least = max(math.isqrt(joining * int(keys.max())), -(-total // split))
     sizes = _LARGER if len(keys) < split else _LARGER[[0, -1]]
     items = -(-keys // (-(-least * sizes // 16 // unit) * unit))
     count = items.sum(1)
