@@ -186,7 +186,7 @@ class Branch:
         self.post = build_norm(spec.post, f"{path}.post", build) if spec.post is not None else None
         self.after = build_norm(spec.after, f"{path}.after", build) if spec.after is not None else None
         if isinstance(self.pre, RMSNorm):
-            self.pre.reader = next((one.weight for one in self.body.linears if one.weight.k == spec.body.width), None)
+            self.pre.reader = self.body.reader(spec.body.width)
         self.scale = spec.scale
         self.same = spec.same
         self.replaces = spec.replaces
@@ -261,15 +261,20 @@ class Visiting(Block):
 
 
 def sums_left(blocks: Sequence[Block], end: Norm | None, ranks: Group | None) -> list[bool]:
-    """Has the norm after each branch sum the ranks' parts that the branch leaves, so that one kernel can do both; `end` is the
-    norm after the last block. Returns of each block, and of the end, whether its stream comes with such parts."""
+    """Has the norm after each branch sum the parts that the branch leaves, of ranks or of picked experts, so that one kernel
+    can do both; `end` is the norm after the last block. Returns of each block, and of the end, whether its stream comes with
+    parts of ranks."""
     found = [False] * (len(blocks) + 1)
     stages = [(number, stage) for number, block in enumerate(blocks) for stage in block.stages]
-    for place, (number, stage) in enumerate(stages if ranks is not None else ()):
+    for place, (number, stage) in enumerate(stages):
         after = stages[place + 1] if place + 1 < len(stages) else (len(blocks), None)
         norm, (branch, *others) = after[1][0].pre if after[1] is not None else end, stage
         plain = branch.post is None and branch.after is None and branch.scale == 1.0 and not branch.replaces
-        if plain and not others and isinstance(norm, RMSNorm) and branch.body.leave_sum():
+        if not plain or others or not isinstance(norm, RMSNorm):
+            continue
+        if ranks is None:
+            branch.body.leave_parts()
+        elif branch.body.leave_sum():
             norm.ranks, branch.leaves = ranks, True
             found[after[0]] |= after[0] != number
     return found

@@ -378,6 +378,10 @@ class Mixer(Protocol):
         """Its projections, which are warmed up at start, in the order in which they were made."""
         return [one for one in vars(self).values() if isinstance(one, Linear)]
 
+    def reader(self, width: int) -> Weight | None:
+        """The matrix that its input is multiplied with first, whose kernel may take codes."""
+        return next((one.weight for one in self.linears if one.weight.k == width), None)
+
     def attach(self, views: Sequence[StateView], works: Works) -> None:  # noqa: ARG002
         """Gives it its windows into the cache, one for each state, and has it enter in `works` what steps prepare for it."""
         return
@@ -388,6 +392,10 @@ class Mixer(Protocol):
 
     def leave_sum(self) -> bool:
         """From now on returns this rank's part, if the last thing that it does is to sum over ranks; else returns False."""
+        return False
+
+    def leave_parts(self) -> bool:
+        """From now on may return [T, P, width], of which the caller takes the sum over P; or returns False."""
         return False
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:

@@ -113,6 +113,8 @@ class Decoder:
             room = self.tapped[:len(stream), at:at + self.spec.width]
             if delta is not None and self.group is not None and self._parts[block - self.spec.first]:
                 delta = self.group.reduce(delta.clone())
+            elif delta is not None and delta.dim() > 2:
+                delta = delta.sum(1, dtype=torch.float32).to(delta.dtype)
             room.copy_(stream if delta is None else stream + delta)
 
     def forward(self, step: Step) -> torch.Tensor:

@@ -16,6 +16,7 @@ from penstock.layers.mlp import MLP, MLPSpec
 from penstock.layers.step import Step
 from penstock.ops.experts import Glu, changed
 from penstock.ops.experts_hosted import HostedStack, Residency
+from penstock.ops.linear import Weight
 from penstock.ops.routing import Routing
 from penstock.parallel.dispatch import Tokens, together
 from penstock.parallel.lockstep import Lockstep
@@ -73,6 +74,13 @@ class ExpertsSpec:
     @property
     def shared(self) -> MLPSpec | None:
         return MLPSpec(self.width, self.shared_inner, self.glu.kind, bias=self.shared_bias) if self.shared_inner else None
+
+    @property
+    def joined(self) -> Routing | None:
+        """The routing that has the shared network as experts more, where it is a multiple of one and has nothing of its own."""
+        runs, rest = divmod(self.shared_inner, self.inner)
+        own = self.shared_gate or self.shared_bias or self.bias or self.inward or self.dealt
+        return None if rest or own or not runs else replace(self.routing, shared=runs)
 
     @property
     def gate(self) -> LinearSpec:
@@ -147,6 +155,7 @@ class Experts(Mixer):
             self.down_bias = self.down_bias if build.group.rank == 0 else None
         self.shared = None if spec.shared is None else MLP(spec.shared, f"{path}.shared", build)
         self.shared_gate = Linear(spec.gate, f"{path}.shared_gate", build) if spec.shared_gate else None
+        self.joined = spec.joined if build.data is None and not isinstance(self.up, HostedStack) else None
         self.counts = torch.zeros(spec.routing.experts, dtype=torch.int64, device=build.device)
         """The number of times each expert was picked. The last layer counts only steps in which every token runs to the end."""
         self.residency = (Residency(self.up, self.down, build.stages, spec.glu, self.up_bias, self.down_bias, spec.inward)
@@ -170,6 +179,7 @@ class Experts(Mixer):
             self.owners = None if build.data is None else self.placement.clone()
             self.hold(linear(spec.routing.experts, spec.divided[1], spec.slots))
         self._route = build.kernels.route
+        self._leaves_parts = False
         self._reduce = None if build.group is None or build.data is not None else build.group.reduce
 
     def hold(self, held: Held) -> None:
@@ -195,17 +205,30 @@ class Experts(Mixer):
     def linears(self) -> Sequence[Linear]:
         return *super().linears, *(() if self.shared is None else self.shared.linears)
 
+    def reader(self, width: int) -> Weight | None:
+        return self.up.coded or super().reader(width)
+
     def leave_sum(self) -> bool:
         if self._reduce is None or (self.shared is not None and not self.shared.leave_sum()):
             return False
         self._reduce = None
         return True
 
+    def leave_parts(self) -> bool:
+        self._leaves_parts = (self.up.grouped.leaves_parts and self._data is None and self.residency is None
+                              and self.placement is None)
+        return self._leaves_parts
+
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         spec, counted = self.spec, (self.counts, step.query_start[-1:])
         if ends is not None or step.division is not None:  # how many of them are padding is not known here
             (x, step), counted = step.narrow(x, ends), (None, None)  # type: ignore[assignment]
-        picks, weights = self._route(self.router(x, step), self.correction, spec.routing, *counted)
+        routing, shared = spec.routing, None
+        if self.joined is not None and self.shared is not None and step.delta is None:
+            pair = self.shared.up.weight, self.shared.down.weight
+            if self.up.grouped.joins(len(x), routing.picks, self.up, self.down, pair):
+                routing, shared = self.joined, pair
+        picks, weights = self._route(self.router(x, step), self.correction, routing, *counted)
         if self._data is not None:
             if ends is None:
                 picks = picks.masked_fill((torch.arange(len(x), device=x.device) >= step.query_start[-1])[:, None],
@@ -218,14 +241,17 @@ class Experts(Mixer):
         if self.residency is not None:
             places, join = self.residency.begin(x, places, weights, whole=bool(apart))
         told = self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward
-        out = self.up.grouped.apply(x, places, weights, *told)
+        # Behind one row's short programs, two launches take less than one, as each begins while the one before runs.
+        short = len(x) == 1 and self.up.coded is not None
+        whole = not self._leaves_parts or short or bool(apart) or (self.shared is not None and shared is None)
+        out = self.up.grouped.apply(x, places, weights, *told, shared, whole)
         if join is not None:
             join(out)
         for rows, factors in apart:
             out[rows] = changed(x[rows], picks[rows], places[rows], weights[rows], *told, factors)
         if self._reduce is not None:
             out = self._reduce(out)
-        return out if self.shared is None else self._with_shared(out, x, step)
+        return out if self.shared is None or shared is not None else self._with_shared(out, x, step)
 
     def follow(self, x: torch.Tensor) -> None:
         """Takes part in a step of other ranks without a token: x [0, W]."""

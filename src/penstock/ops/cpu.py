@@ -138,10 +138,11 @@ class CpuExperts(_Owned, ExpertsOps):
         return self._owner.linear.apply(x, PackedWeight(stack.data[expert], stack.n, stack.k, stack.dtype), bias)
 
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False,
+              shared: tuple[Weight, Weight] | None = None, whole: bool = True) -> torch.Tensor:
         kinds = {type(up), type(down)}
         if kinds not in ({Stack}, {coded_cpu.CodedPile}):
-            return super().apply(x, picks, weights, up, down, glu, up_bias, down_bias, inward)
+            return super().apply(x, picks, weights, up, down, glu, up_bias, down_bias, inward, shared, whole)
         assert x.dtype is up.dtype and x.stride(1) == 1 and picks.is_contiguous() and weights.is_contiguous()
         out, how = torch.empty(x.shape, dtype=x.dtype), {"inner": down.k, "form": _CODED if coded_cpu.CodedPile in kinds else 0}
         self.run(self.told(x, picks, weights, out, up.data, down.data, glu, up_bias, down_bias, inward, **how))

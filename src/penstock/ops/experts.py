@@ -82,6 +82,8 @@ class ExpertsOps:
 
     invariant = False
     """Sums are in one order, whatever the number of tokens."""
+    leaves_parts = False
+    """`apply` can leave the sum over picks to `add_rms_norm`."""
 
     def pack(self, matrices: torch.Tensor) -> Stack:
         """Packs [E, n, k] matrices of f32, f16 or bf16 into the layout that `apply` reads."""
@@ -99,14 +101,22 @@ class ExpertsOps:
         `device`, and all in pinned host memory, where parts of plain ones are already."""
         return self.pack(scheme.decode(parts, dtype).view(count, *shape))
 
+    def joins(self, _tokens: int, _picks: int, _up: Stack, _down: Stack, _shared: tuple[Weight, Weight]) -> bool:
+        """Whether `apply` takes `shared` matrices for so many tokens."""
+        return False
+
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False,
+              shared: tuple[Weight, Weight] | None = None, whole: bool = True) -> torch.Tensor:
         """The sum over a token's picks e of weight * (down_e glu(up_e x + up_bias_e) + down_bias_e), [T, W] in x's dtype.
 
         x [T, W]; picks [T, K] int32, where -1 is no expert; weights [T, K] float32; up: stack of [2 F, W], gates first;
         down: stack of [W, F]; biases [E, 2 F] and [E, W]. With `inward` (Llama 4) weights multiply the experts' inputs instead.
+        `shared` (`joins`): [2 S F, W] and [W, S F] of a network that is experts E to E + S - 1, a run of F channels each.
+        Not `whole` (`leaves_parts`): [T, K + S, W], of which the sum is to be made; no pick may be -1.
         Products accumulate in float32, inner results have x's dtype, picks are summed in float32 in their order. An
         implementation that is registered as batch_invariant gives a token the same bits in any company."""
+        assert shared is None and whole, "neither joins nor leaves parts"
         count, flat = picks.shape[1], picks.flatten()
         order = flat.argsort(stable=True)
         shares, runs = weights.flatten()[order, None], list[tuple[int, int, int]]()

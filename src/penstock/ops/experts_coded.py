@@ -100,5 +100,6 @@ def product(tile: "Tile", x: torch.Tensor, stack: Stack, bias: torch.Tensor | No
         kernels.picked[(-(-n // tile.wide), total)](*read, scales, n, stack.k, *sizes, **shared)
         return
     grid = (-(-n // tile.wide), len(found.tile_expert) if found is not None else stack.count)
-    kernels.product[grid](*read, *(found or (picks,) * 4), scales, total, n, stack.k, *sizes, arranged=found is not None,
-                          block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall, **shared)
+    kernels.product[grid](*read, *(found[:4] if found else (picks,) * 4), scales, total, n, stack.k, *sizes,
+                          arranged=found is not None, block=gpu.covering(max(total, 16)) if found is None else 16,
+                          tall=tile.tall, high=found.high if found else 0, **shared)

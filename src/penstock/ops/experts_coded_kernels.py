@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.coded_kernels import _walk
-from penstock.ops.experts_kernels import _leave, _matches, _ranked, _sorted_picks
+from penstock.ops.experts_kernels import _leave, _many, _matches, _picks_of, _ranked, _sorted_picks
 from penstock.ops.linked_kernel import follow
 
 
@@ -76,7 +76,7 @@ def product(x, xs, codes, where, words, gains, table, bias, out, picks, order, s
             kind: tl.constexpr, form: tl.constexpr, half: tl.constexpr, parts: tl.constexpr,
             scaled: tl.constexpr, four: tl.constexpr, stages: tl.constexpr, fast: tl.constexpr, gated: tl.constexpr,
             activation: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr,
-            linked: tl.constexpr):
+            linked: tl.constexpr, high: tl.constexpr):
     """The grouped GEMM, with the grids of ops/experts_kernels.py::grouped.
 
     x [rows, k], with scales xs if it is `scaled`: [rows] ("token") or [padded / unit, rows] ("group")."""
@@ -86,6 +86,14 @@ def product(x, xs, codes, where, words, gains, table, bias, out, picks, order, s
         expert = tl.load(tile_expert + tl.program_id(1))
         if expert < 0:
             return
+        if high > 0:  # noqa: SIM102 (known when it is compiled)
+            if _many(_picks_of(starts, expert), tall):
+                fewer: tl.constexpr = 3 if stages > 3 else stages
+                places, within, pick = _sorted_picks(order, starts, tile_place, expert, high)
+                _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k,
+                      stride, rows, padded, spread, count, high, wide, unit, units, even, kind, form, half, parts, scaled,
+                      four, fewer, fast, gated, activation, alpha, limit, shift, inward)
+                return
         places, within, pick = _sorted_picks(order, starts, tile_place, expert, tall)
         _tile(x, xs, codes, where, words, gains, table, bias, out, scales, expert, places, pick, within, column, n, k, stride,
               rows, padded, spread, count, tall, wide, unit, units, even, kind, form, half, parts, scaled, four, stages,

@@ -38,10 +38,27 @@ def _begin(where, expert, size):
 
 
 @triton.jit
-def picked(x, weight, where, gains, fixed, bias, out, picks, scales, n, k, stride, count: tl.constexpr, wide: tl.constexpr,
-           deep: tl.constexpr, stages: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr, gated: tl.constexpr,
-           kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr,
-           linked: tl.constexpr, most: tl.constexpr, whole: tl.constexpr, paired: tl.constexpr):
+def _matrix(weight, where, beyond, expert, n, k, parts: tl.constexpr, experts: tl.constexpr, runs: tl.constexpr):
+    """(where an expert's matrix begins, from row to row, from the gates to the others).
+
+    With `beyond`, numbers from `experts` on are runs of k channels of one network: its matrix, that many times as wide."""
+    start = weight + _begin(where, expert, tl.cast(n, tl.int64) * parts * k)
+    row = tl.cast(k, tl.int64)
+    beside = tl.cast(n, tl.int64) * k
+    if beyond is not None:  # noqa: SIM102
+        if expert >= experts:
+            start = beyond + (expert - experts).to(tl.int64) * (n * k if parts == 2 else k)
+            row = tl.cast(k, tl.int64) * (1 if parts == 2 else runs)
+            beside = tl.cast(n, tl.int64) * k * runs
+    return start, row, beside
+
+
+@triton.jit
+def picked(x, weight, where, beyond, gains, fixed, bias, out, picks, scales, n, k, stride, count: tl.constexpr,
+           wide: tl.constexpr, deep: tl.constexpr, stages: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr,
+           gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
+           inward: tl.constexpr, linked: tl.constexpr, most: tl.constexpr, whole: tl.constexpr, paired: tl.constexpr,
+           experts: tl.constexpr, runs: tl.constexpr):
     """GEMV for each pick, without tensor cores. Grid: (blocks of `wide` outputs, picks).
 
     Gated: x is the tokens' [T, k], out [T * K, n] by pick. Else x is [T * K, k] by pick, and out is x's product times scales.
@@ -55,9 +72,9 @@ def picked(x, weight, where, gains, fixed, bias, out, picks, scales, n, k, strid
     kept = tl.minimum(rows, n - 1)
     parts: tl.constexpr = 2 if gated else 1
     base = tl.maximum(expert, 0).to(tl.int64) * n * parts
-    at = weight + _begin(where, tl.maximum(expert, 0), tl.cast(n, tl.int64) * parts * k)
-    at += kept.to(tl.int64)[:, None] * k + columns[None, :]
-    beside = at + tl.cast(n, tl.int64) * k
+    at, line, apart = _matrix(weight, where, beyond, tl.maximum(expert, 0), n, k, parts, experts, runs)
+    at += kept.to(tl.int64)[:, None] * line + columns[None, :]
+    beside = at + apart
     first = ()
     for i in tl.static_range(ahead):
         first = first + (tl.load(at + i * deep),)  # noqa: RUF005 (Triton has no starred expressions)
@@ -116,13 +133,25 @@ def add_up(results, picks, out, width: tl.constexpr, count: tl.constexpr, block:
 
 
 # -- sorting: `order` [T * K] has the picks of expert 0, then those of 1, ...; starts [E + 2] says where each expert's begin,
-# and behind that how many tiles there are. Tile t holds `tall` places of tile_expert[t] from tile_place[t] on; -1 behind the
-# last.
+# and behind that how many tiles there are. Tile t holds `tall` places of tile_expert[t] from tile_place[t] on, or `high` ones
+# of an expert with many picks (`_many`); -1 behind the last.
+
+
+@triton.jit
+def _many(counts, tall: tl.constexpr):
+    """Whether so many picks of an expert are for high tiles: two low ones would not hold them."""
+    return counts > 2 * tall
+
+
+@triton.jit
+def _height(counts, tall: tl.constexpr, high: tl.constexpr):
+    """Of the tiles of an expert with so many picks; `high` 0: all are `tall`."""
+    return tl.where(_many(counts, tall), high if high > 0 else tall, tall)
 
 
 @triton.jit
 def _plan(counts, starts, tile_expert, tile_place, tiles, experts: tl.constexpr, slots: tl.constexpr, tall: tl.constexpr,
-          block: tl.constexpr):
+          high: tl.constexpr, block: tl.constexpr):
     """Program e writes what belongs to expert e, given the counts of all; the last one fills up the tiles, of which there are
     at most `tiles`. Returns where the expert's places begin."""
     mine = tl.program_id(0)
@@ -130,13 +159,14 @@ def _plan(counts, starts, tile_expert, tile_place, tiles, experts: tl.constexpr,
     before = tl.where(expert < mine, counts, 0)
     begin = tl.sum(before, 0)
     count = tl.sum(tl.where(expert == mine, counts, 0), 0)
-    first = tl.sum(tl.cdiv(before, tall), 0)
-    last = first + tl.cdiv(count, tall)
+    first = tl.sum(tl.cdiv(before, _height(before, tall, high)), 0)
+    height = _height(count, tall, high)
+    last = first + tl.cdiv(count, height)
     tl.store(starts + mine, begin)
     for at in range(first, last, block):
         tile = at + tl.arange(0, block)
         tl.store(tile_expert + tile, tl.full((block,), 0, tl.int32) + mine, mask=tile < last)
-        tl.store(tile_place + tile, begin + (tile - first) * tall, mask=tile < last)
+        tl.store(tile_place + tile, begin + (tile - first) * height, mask=tile < last)
     if mine == experts - 1:
         tl.store(starts + experts, begin + count)
         tl.store(starts + experts + 1, last)
@@ -148,13 +178,13 @@ def _plan(counts, starts, tile_expert, tile_place, tiles, experts: tl.constexpr,
 
 @triton.jit(do_not_specialize=("total", "tiles"))
 def arrange(picks, order, starts, tile_expert, tile_place, total, tiles, experts: tl.constexpr, slots: tl.constexpr,
-            block: tl.constexpr, tall: tl.constexpr, linked: tl.constexpr):
+            block: tl.constexpr, tall: tl.constexpr, high: tl.constexpr, linked: tl.constexpr):
     """Sorts up to `block` picks in one launch: program e finds its own picks and plans its own tiles."""
     follow(linked)
     number = tl.arange(0, block)
     pick = tl.load(picks + number, mask=number < total, other=-1)
     counts = tl.histogram(tl.where(pick < 0, 0, pick), slots, mask=pick >= 0)
-    begin = _plan(counts, starts, tile_expert, tile_place, tiles, experts, slots, tall, 64)
+    begin = _plan(counts, starts, tile_expert, tile_place, tiles, experts, slots, tall, high, 64)
     match = pick == tl.program_id(0)
     tl.store(order + begin + tl.cumsum(match.to(tl.int32), 0) - 1, number, mask=match)
 
@@ -170,10 +200,10 @@ def tally(picks, counts, total, slots: tl.constexpr, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=("tiles",))
 def plan(counts, cursor, starts, tile_expert, tile_place, tiles, experts: tl.constexpr, slots: tl.constexpr,
-         tall: tl.constexpr):
+         tall: tl.constexpr, high: tl.constexpr):
     """Starts, tiles, and where `place` begins for each expert: a program each."""
     count = tl.load(counts + tl.arange(0, slots))
-    begin = _plan(count, starts, tile_expert, tile_place, tiles, experts, slots, tall, 64)
+    begin = _plan(count, starts, tile_expert, tile_place, tiles, experts, slots, tall, high, 64)
     tl.store(cursor + tl.program_id(0), begin)
 
 
@@ -285,17 +315,16 @@ def _leave(total, other, bias, out, base, n, rn, to, within, scale, swap: tl.con
 
 
 @triton.jit
-def _tile(x, weight, where, bias, out, scales, expert, places, pick, within, column, n, k, stride, count: tl.constexpr,
+def _tile(x, weight, where, beyond, bias, out, scales, expert, places, pick, within, column, n, k, stride, count: tl.constexpr,
           tall: tl.constexpr, wide: tl.constexpr, deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr,
-          gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr,
-          inward: tl.constexpr):
+          stages: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
+          shift: tl.constexpr, inward: tl.constexpr, experts: tl.constexpr, runs: tl.constexpr):
     """`tall` picks of one expert times `wide` of its outputs (of each half, if gated)."""
     rn, rk = column * wide + tl.arange(0, wide), tl.arange(0, deep)
     parts: tl.constexpr = 2 if gated else 1
     base = expert.to(tl.int64) * n * parts
-    w = weight + _begin(where, expert, tl.cast(n, tl.int64) * parts * k)
-    w += tl.minimum(rn, n - 1).to(tl.int64)[:, None] * k + rk[None, :]
-    beside = tl.cast(n, tl.int64) * k
+    w, line, beside = _matrix(weight, where, beyond, expert, n, k, parts, experts, runs)
+    w += tl.minimum(rn, n - 1).to(tl.int64)[:, None] * line + rk[None, :]
     row = pick // count if gated else places
     v = x + row.to(tl.int64)[:, None] * stride + rk[None, :]
     scale = tl.load(scales + pick, mask=within, other=0.0)
@@ -303,7 +332,7 @@ def _tile(x, weight, where, bias, out, scales, expert, places, pick, within, col
     width: tl.constexpr = tall if swap else wide
     total = tl.zeros((height, width), tl.float32)
     other = tl.zeros((height, width), tl.float32)
-    for start in range(0, k, deep):
+    for start in tl.range(0, k, deep, num_stages=stages):
         if even:
             a = tl.load(v + start, mask=within[:, None], other=0.0)
             b = tl.load(w + start)
@@ -340,6 +369,12 @@ def _ranked(match, rank, slot, block: tl.constexpr):
 
 
 @triton.jit
+def _picks_of(starts, expert):
+    """The number of an expert's picks."""
+    return tl.load(starts + expert + 1) - tl.load(starts + expert)
+
+
+@triton.jit
 def _sorted_picks(order, starts, tile_place, expert, tall: tl.constexpr):
     """(the places of a tile of sorted picks, which of them are the expert's, the picks there)"""
     places = tl.load(tile_place + tl.program_id(1)) + tl.arange(0, tall)
@@ -348,10 +383,11 @@ def _sorted_picks(order, starts, tile_place, expert, tall: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("total",))
-def grouped(x, weight, where, bias, out, picks, order, starts, tile_expert, tile_place, scales, total, n, k, stride,
+def grouped(x, weight, where, beyond, bias, out, picks, order, starts, tile_expert, tile_place, scales, total, n, k, stride,
             arranged: tl.constexpr, count: tl.constexpr, block: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
             deep: tl.constexpr, even: tl.constexpr, swap: tl.constexpr, gated: tl.constexpr, kind: tl.constexpr,
-            alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr):
+            alpha: tl.constexpr, limit: tl.constexpr, shift: tl.constexpr, inward: tl.constexpr, linked: tl.constexpr,
+            stages: tl.constexpr, high: tl.constexpr, experts: tl.constexpr, runs: tl.constexpr):
     """The grouped GEMM. Grid: (blocks of outputs, tiles) of sorted picks if `arranged`; gated, out is then by place, else x is.
     Otherwise (blocks of outputs, E) of up to `block` unsorted picks, of which a program finds its expert's; rows of x and out
     are as in `picked`."""
@@ -360,17 +396,25 @@ def grouped(x, weight, where, bias, out, picks, order, starts, tile_expert, tile
         expert = tl.load(tile_expert + tl.program_id(1))
         if expert < 0:
             return
+        if high > 0:  # noqa: SIM102 (known when it is compiled)
+            if _many(_picks_of(starts, expert), tall):
+                fewer: tl.constexpr = 3 if stages > 3 else stages  # so that as many programs share a multiprocessor
+                places, within, pick = _sorted_picks(order, starts, tile_place, expert, high)
+                _tile(x, weight, where, beyond, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride,
+                      count, high, wide, 64 if deep > 64 else deep, even, swap, fewer, gated, kind, alpha, limit, shift, inward,
+                      experts, runs)
+                return
         places, within, pick = _sorted_picks(order, starts, tile_place, expert, tall)
-        _tile(x, weight, where, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride, count, tall,
-              wide, deep, even, swap, gated, kind, alpha, limit, shift, inward)
+        _tile(x, weight, where, beyond, bias, out, scales, expert, places, pick, within, tl.program_id(0), n, k, stride, count,
+              tall, wide, deep, even, swap, stages, gated, kind, alpha, limit, shift, inward, experts, runs)
     else:
         expert = tl.program_id(1)
         match, rank, mine = _matches(picks, expert, total, block)
         for first in range(0, mine, tall):
             slot = first + tl.arange(0, tall)
             pick = _ranked(match, rank, slot, block)
-            _tile(x, weight, where, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride, count,
-                  tall, wide, deep, even, swap, gated, kind, alpha, limit, shift, inward)
+            _tile(x, weight, where, beyond, bias, out, scales, expert, pick, pick, slot < mine, tl.program_id(0), n, k, stride,
+                  count, tall, wide, deep, even, swap, stages, gated, kind, alpha, limit, shift, inward, experts, runs)
 
 
 @triton.jit

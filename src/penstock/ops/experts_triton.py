@@ -16,6 +16,7 @@ from penstock.ops.coded_forms import FP8, MOST, NAMES
 from penstock.ops.coded_triton import quantized
 from penstock.ops.experts import ExpertsOps, Glu, Stack
 from penstock.ops.experts_hosted import HostedStack
+from penstock.ops.linear import Weight
 from penstock.ops.linear_triton import Tile
 from penstock.ops.table import register
 
@@ -28,6 +29,9 @@ class Plan(NamedTuple):
     up: Tile
     down: Tile
     sort: bool
+    high: int = 0
+    """Rows of the tiles of experts with more picks than two of `tall` hold, where picks are sorted: routers may favour a few
+    experts. 0: as the others."""
 
 
 _ONE_BY_ONE = 4
@@ -49,16 +53,16 @@ def choose(tokens: int, picks: int, experts: int, invariant: bool = False, boxes
     experts' inner size is at most 1,024."""
     if tokens <= _ONE_BY_ONE and not invariant:
         up = Tile(1, 2, 1024, warps=2) if tokens == 1 else Tile(1, 8, 256, warps=2, stages=3)
-        return Plan(up, Tile(1, 16, 256, stages=2, ahead=2), False)
+        return Plan(up, Tile(1, 16, 128, warps=1, stages=3, ahead=4), False)
     total = tokens * picks
     each = total / experts
     if total <= _FEW or each <= 12:
         tile = Tile(16, 64, 128, stages=3, swap=True)
-        return Plan(tile, tile, total > _FEW)
+        return Plan(tile, tile, total > _FEW, 64)
     if each <= 20:
-        return Plan(Tile(32, 64, 64, swap=True), Tile(32, 64, 128, stages=3, swap=True), True)
+        return Plan(Tile(32, 64, 64, swap=True), Tile(32, 64, 128, stages=3, swap=True), True, 128)
     if each <= 80:
-        return Plan(Tile(64, 64, 64), Tile(64, 128, 64), True)
+        return Plan(Tile(64, 64, 64), Tile(64, 128, 64), True, 128)
     tile = Tile(128, 128, 64, warps=8, stages=3, boxed=boxes, group=8)
     if not boxes:
         return Plan(tile, tile, True)
@@ -78,7 +82,7 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
     alone = all(one.kind in ("int4", "e2m1", "plain") for one in coded) and not invariant
     if alone and tokens <= (_ONE_BY_ONE if four else 1):
         one = Tile(1, 32, 256, stages=3) if four else Tile(1, 8, 128, warps=1, stages=6)
-        return Plan(Tile(1, 4, 512, warps=2, ahead=1) if _by_rows(up) else one,
+        return Plan(Tile(1, 4, 256, warps=1, ahead=1) if _by_rows(up) else one,
                     Tile(1, 8, 256, warps=1, stages=3, ahead=3) if _by_rows(down) else one, False)
     if total <= _FEW:
         return Plan(tile(16, 64), tile(16, 64), False)
@@ -86,7 +90,7 @@ def choose_coded(tokens: int, picks: int, up: Stack, down: Stack, invariant: boo
     for most, tall in ((12, 16), (26, 32), (64, 64), (200, 128)) if boxed else ((4, 16), (20, 32), (80, 64)):
         if each <= most:
             short = _SHORT._replace(tall=tall, deep=128) if boxed and tall >= 64 else tile(tall, 64)
-            return Plan(tile(tall, 64), short, True)
+            return Plan(tile(tall, 64), short, True, 64 if boxed and tall <= 32 else 0)
     if boxed:
         return Plan(_SHORT._replace(deep=128, warps=8), _SHORT._replace(deep=128), True)
     # With scales of groups, sums of a group are kept beside the two of gate and up.
@@ -106,32 +110,33 @@ class Sorted(NamedTuple):
     starts: torch.Tensor
     tile_expert: torch.Tensor
     tile_place: torch.Tensor
+    high: int
 
 
-def _sort(picks: torch.Tensor, experts: int, tall: int) -> Sorted:
-    """The picks by expert, and the tiles of `tall` of them."""
+def _sort(picks: torch.Tensor, experts: int, tall: int, high: int = 0) -> Sorted:
+    """The picks by expert, and the tiles of `tall` or `high` of them."""
     total, slots = picks.numel(), max(16, gpu.covering(experts))
     count = total // tall + min(experts, total)
     sizes = (total, experts + 2, count, count)
     order, starts, tile_expert, tile_place = picks.new_empty(sum(sizes)).split(sizes)
-    found = Sorted(order, starts, tile_expert, tile_place)
+    found = Sorted(order, starts, tile_expert, tile_place, high)
     if total <= _ARRANGED:
         block = gpu.covering(max(total, 128))
-        kernels.arrange[(experts,)](picks, *found, total, count, experts=experts, slots=slots, block=block, tall=tall,
-                                    num_warps=4 if block <= 1024 else 8, **gpu.linked(picks.device))
+        kernels.arrange[(experts,)](picks, *found[:4], total, count, experts=experts, slots=slots, block=block, tall=tall,
+                                    high=high, num_warps=4 if block <= 1024 else 8, **gpu.linked(picks.device))
         return found
     counts = picks.new_zeros(slots)
     cursor, block = torch.empty_like(counts), 1024
     programs = (-(-total // block),)
     kernels.tally[programs](picks, counts, total, slots=slots, block=block)
-    kernels.plan[(experts,)](counts, cursor, *found[1:], count, experts=experts, slots=slots, tall=tall)
+    kernels.plan[(experts,)](counts, cursor, *found[1:4], count, experts=experts, slots=slots, tall=tall, high=high)
     kernels.place[programs](picks, cursor, order, total, block=block)
     return found
 
 
 def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | None, picks: torch.Tensor, scales: torch.Tensor,
-             found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool) -> None:
-    """Launches one grouped GEMM: gated with a `glu`, weighted without."""
+             found: Sorted | None, out: torch.Tensor, glu: Glu | None, inward: bool, beyond: Weight | None = None) -> None:
+    """Launches one grouped GEMM: gated with a `glu`, weighted without. `beyond`: the matrix of the last experts."""
     coded = stack.coded
     if coded is not None and not tile.boxed and (not tile.ahead or (inward and glu is not None)):
         experts_coded.product(tile, x, stack, bias, picks, scales, found, out, glu, inward)
@@ -145,6 +150,8 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
         "limit": kind.limit, "shift": kind.shift, "inward": inward, "num_warps": tile.warps}
     columns, even = -(-n // tile.wide), k % tile.deep == 0
     where = stack.where if isinstance(stack, HostedStack) else None
+    runs = 0 if beyond is None else beyond.n // stack.n if gated else beyond.k // k
+    last = None if beyond is None else beyond.data
     if tile.boxed:
         assert found is not None
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -156,41 +163,45 @@ def _product(tile: Tile, x: torch.Tensor, stack: Stack, bias: torch.Tensor | Non
         rows = x if gated else TensorDescriptor.from_tensor(x, [tile.tall, tile.deep])
         programs = min(len(found.tile_expert) * columns, gpu.multiprocessors(x.device) * 8 // tile.warps)
         del shared["inward"]
-        kernels.panels[(programs,)](rows, box, xs, gains, bias, out, *found, scales, n, k, x.stride(0), experts=experts,
+        kernels.panels[(programs,)](rows, box, xs, gains, bias, out, *found[:4], scales, n, k, x.stride(0), experts=experts,
                                     tall=tile.tall, group=tile.group, even=even, num_stages=tile.stages, **shared)
         return
     block = (tile.tall + tile.wide * (2 if gated else 1)) * tile.deep * x.element_size()
-    shared |= {"even": even, **gpu.linked(x.device, total <= 4096),
+    shared |= {"even": even, "experts": experts, "runs": runs, **gpu.linked(x.device, total <= 4096),
                "num_stages": max(1, min(tile.stages, gpu.shared_bytes(x.device) // block))}
     if tile.tall == 1:
         ahead = min(tile.ahead, k // tile.deep) if not gated else 0
         gains, fixed, most = (None, None, 0.0) if coded is None else (coded.gains, coded.input_scale, MOST[FP8])
         if coded is not None and gated:
             (x, fixed), most = quantized(x, coded), 0.0
-        kernels.picked[(columns, total)](x, stack.data, where, gains, fixed, bias, out, picks, scales, n, k, x.stride(0),
+        kernels.picked[(columns, total)](x, stack.data, where, last, gains, fixed, bias, out, picks, scales, n, k, x.stride(0),
                                          ahead=ahead, stages=shared["num_stages"], most=most, whole=gpu.covering(k),
                                          paired=coded is not None and x.device.type != "cpu", **shared)
         return
-    kernels.grouped[(columns, experts if found is None else len(found.tile_expert))](
-        x, stack.data, where, bias, out, picks, *(found or (picks,) * 4), scales, total, n, k, x.stride(0),
+    kernels.grouped[(columns, experts + runs if found is None else len(found.tile_expert))](
+        x, stack.data, where, last, bias, out, picks, *(found[:4] if found else (picks,) * 4), scales, total, n, k, x.stride(0),
         arranged=found is not None, block=gpu.covering(max(total, 16)) if found is None else 16, tall=tile.tall,
-        swap=tile.swap, **shared)
+        swap=tile.swap, stages=shared["num_stages"], high=found.high if found else 0, **shared)
 
 
 def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-           up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
+           up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False,
+           shared: tuple[Weight, Weight] | None = None, whole: bool = True) -> torch.Tensor:
     """The operation by a plan's kernels."""
     tokens, count = picks.shape
     width, total = x.shape[1], picks.numel()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if tokens == 0:
-        return out
-    found = _sort(picks, up.count, plan.up.tall) if plan.sort else None
+        return torch.empty_like(x)
+    beyond, beyond_down = shared or (None, None)
+    experts = up.count + (0 if beyond is None else beyond.n // up.n)
+    found = _sort(picks, experts, plan.up.tall, plan.high) if plan.sort else None
     inner = torch.empty(total, down.k, dtype=x.dtype, device=x.device)
     results = torch.empty(total, width, dtype=x.dtype, device=x.device)
-    _product(plan.up, x, up, up_bias, picks, weights, found, inner, glu, inward)
-    _product(plan.down, inner, down, down_bias, picks, weights, found, results, None, inward)
-    block = min(1024, gpu.covering(width))
+    _product(plan.up, x, up, up_bias, picks, weights, found, inner, glu, inward, beyond)
+    _product(plan.down, inner, down, down_bias, picks, weights, found, results, None, inward, beyond_down)
+    if not whole:
+        return results.view(tokens, count, width)
+    out, block = torch.empty_like(x, memory_format=torch.contiguous_format), min(1024, gpu.covering(width))
     kernels.add_up[(tokens, -(-width // block))](results, picks, out, width=width, count=count, block=block, num_warps=4,
                                                  **gpu.linked(x.device, total <= 4096))
     return out
@@ -198,6 +209,8 @@ def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tens
 
 class TritonExperts(ExpertsOps):
     """The order of a product's summation may depend on the number of tokens."""
+
+    leaves_parts = True
 
     def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
         tile = Tile(16, 64, 128, stages=2, swap=True) if stack.coded is None else choose_coded(1, 16, stack, stack, True).down
@@ -215,17 +228,25 @@ class TritonExperts(ExpertsOps):
             return HostedStack(parts["weight"].view(count, *shape), slots, device, self)
         return experts_coded.pack(scheme, parts, count, shape, dtype, self, slots, device)
 
+    def joins(self, tokens: int, picks: int, up: Stack, down: Stack, shared: tuple[Weight, Weight]) -> bool:
+        """Of plain matrices, and while the kernels need no descriptor of a tensor."""
+        plain = (type(one) is Weight for one in shared), (type(one) is Stack for one in (up, down))
+        return (all(map(all, plain)) and not self.invariant and up.dtype != torch.float32
+                and not choose(tokens, picks, up.count).up.boxed)
+
     def apply(self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, glu: Glu,
-              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False) -> torch.Tensor:
+              up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, inward: bool = False,
+              shared: tuple[Weight, Weight] | None = None, whole: bool = True) -> torch.Tensor:
         boxes = (gpu.capability(x.device) >= (9, 0) and x.dtype != torch.float32 and not inward
                  and up.k % 8 == 0 and down.k % 8 == 0 and not isinstance(up, HostedStack))
         if up.coded is not None or down.coded is not None:
             plan = choose_coded(len(x), picks.shape[1], up, down, self.invariant, boxes)
         else:
-            plan = choose(len(x), picks.shape[1], up.count, self.invariant, boxes, down.k <= 1024)
+            own = picks.shape[1] - (0 if shared is None else shared[0].n // up.n)
+            plan = choose(len(x), own, up.count, self.invariant, boxes, down.k <= 1024)
         if x.dtype == torch.float32:
-            plan = plan._replace(up=_exact(plan.up), down=_exact(plan.down))
-        return launch(plan, x, picks, weights, up, down, glu, up_bias, down_bias, inward)
+            plan = plan._replace(up=_exact(plan.up), down=_exact(plan.down), high=0)
+        return launch(plan, x, picks, weights, up, down, glu, up_bias, down_bias, inward, shared, whole)
 
 
 def _exact(tile: Tile) -> Tile:

@@ -23,7 +23,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 @register("add_rms_norm", "reference", rank=0)
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                  offset: float = 0.0, reader: Weight | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG001
-    """(rms_norm(x + residual), x + residual). Both [T, W]; the sum may be written into `residual`."""
+    """(rms_norm(x + residual), x + residual). Both [T, W]; the sum may be written into `residual`. Where
+    `ExpertsOps.leaves_parts`, x may be [T, P, W], of which it takes the sum over P, rounded to x's dtype."""
     total = x + residual
     return rms_norm(total, weight, eps, offset), total
 

@@ -35,6 +35,8 @@ class Routing:
     """The smallest divisor of `normalise`."""
     jitter: float = 0.0
     """Of sparsemixer: logits within 2 * jitter of the best one, relatively, share its softmax."""
+    shared: int = 0
+    """Every token's last picks are so many experts more, with the numbers behind those of all others and weight 1."""
 
     def __post_init__(self) -> None:
         assert self.score in SCORES, self.score
@@ -44,13 +46,18 @@ class Routing:
 @register("route", "reference", rank=0)
 def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routing, counts: torch.Tensor | None = None,
           live: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(picks [T, K] int32, weights [T, K] float32) for logits [T, E] float32; `correction` [E] float32 if there is one.
+    """(picks [T, K + shared] int32, weights likewise float32) for logits [T, E] float32; `correction` [E] float32 if there is
+    one.
 
     To counts [E] int64, if given, the picks of the first `live` [1] tokens (None: of all) are added: the others are padding.
     Ties are torch.topk's on the device, as transformers'. Other implementations pick the lowest index of equals."""
     picks, weights = _sparsemixer(logits, routing) if routing.score == "sparsemixer" else _best(logits, correction, routing)
     if counts is not None:
         count(picks, counts, live)
+    if routing.shared:
+        last = torch.arange(routing.experts, routing.experts + routing.shared, dtype=torch.int32, device=picks.device)
+        picks = torch.cat((picks, last.expand(len(picks), -1)), 1)
+        weights = torch.cat((weights, weights.new_ones(len(picks), routing.shared)), 1)
     return picks, weights
 
 

@@ -21,9 +21,10 @@ def gather(ids, table, out, width: tl.constexpr, block: tl.constexpr):
 @triton.jit(do_not_specialize=("rows", "x_stride", "residual_stride"))
 def normalise(x, residual, weight, bias, out, codes, scales, fixed, rows, x_stride, residual_stride, eps, offset,
               width: tl.constexpr, block: tl.constexpr, tall: tl.constexpr, align: tl.constexpr, centred: tl.constexpr,
-              span: tl.constexpr, most: tl.constexpr, linked: tl.constexpr):
-    """out [rows, width] = norm(x + residual) * (offset + weight) + bias; the sum, rounded, replaces residual. With a `span`
-    that divides the block also out's codes, see ops/activation_kernel.py::store_rounded.
+              parts: tl.constexpr, span: tl.constexpr, most: tl.constexpr, linked: tl.constexpr):
+    """out [rows, width] = norm(x + residual) * (offset + weight) + bias; the sum, rounded, replaces residual. x has `parts`
+    rows for each, whose float32 sum, in order, is rounded first, as in ops/experts_kernels.py::add_up. With a `span` that
+    divides the block also out's codes, see ops/activation_kernel.py::store_rounded.
 
     Residual and bias may be None. A program takes `tall` rows, each of which fits in a block. Strides are in units of `align`
     elements, so that loads can be vectorised."""
@@ -33,7 +34,13 @@ def normalise(x, residual, weight, bias, out, codes, scales, fixed, rows, x_stri
     launch(linked)
     w = 1.0 if weight is None else tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
     await_previous(linked)
-    v = tl.load(x + row * (x_stride.to(tl.int64) * align) + column, mask=inside, other=0.0)
+    line = x_stride.to(tl.int64) * align
+    v = tl.load(x + row * parts * line + column, mask=inside, other=0.0)
+    if parts > 1:
+        total = v.to(tl.float32)
+        for i in tl.static_range(1, parts):
+            total += tl.load(x + (row * parts + i) * line + column, mask=inside, other=0.0).to(tl.float32)
+        v = total.to(v.dtype)
     if residual is not None:
         at = residual + row * (residual_stride.to(tl.int64) * align) + column
         v = (v.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(v.dtype)
@@ -169,22 +176,32 @@ def latent_write(q, latent, norm, positions, slots, cache, cos, sin, out, eps, q
 
 @triton.jit
 def head_linear(x, weight, out, tokens, x_token, x_head, w_head, w_k, w_n, out_token, out_head, n: tl.constexpr,
-                k: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, linked: tl.constexpr):
-    """Grid: (blocks of tokens, heads, blocks of columns)."""
-    enter(linked)
+                k: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, ahead: tl.constexpr,
+                linked: tl.constexpr):
+    """Grid: (blocks of tokens, heads, blocks of columns). The first `ahead` blocks of the weight, which k must have in whole,
+    are loaded before the wait for the kernel that writes x."""
+    launch(linked)
     row = tl.program_id(0).to(tl.int64) * block_m + tl.arange(0, block_m)
     head = tl.program_id(1).to(tl.int64)
     column, d = tl.program_id(2) * block_n + tl.arange(0, block_n), tl.arange(0, block_k)
     x += row[:, None] * x_token + head * x_head
     weight += head * w_head + column[None, :] * w_n
+    here, across = (row < tokens)[:, None], (column < n)[None, :]
+    blocks = ()
+    for i in tl.static_range(ahead):
+        blocks = blocks + (tl.load(weight + (i * block_k + d)[:, None] * w_k, mask=across, other=0.0),)  # noqa: RUF005
+    await_previous(linked)
     acc = tl.zeros((block_m, block_n), tl.float32)
-    for first in range(0, k, block_k):
+    for i in tl.static_range(ahead):
+        left = tl.load(x + (i * block_k + d)[None, :], mask=here, other=0.0)
+        acc = tl.dot(left, blocks[i], acc, input_precision="ieee")
+    for first in range(ahead * block_k, k, block_k):
         at = first + d
-        left = tl.load(x + at[None, :], mask=(row < tokens)[:, None] & (at < k)[None, :], other=0.0)
-        right = tl.load(weight + at[:, None] * w_k, mask=(at < k)[:, None] & (column < n)[None, :], other=0.0)
+        left = tl.load(x + at[None, :], mask=here & (at < k)[None, :], other=0.0)
+        right = tl.load(weight + at[:, None] * w_k, mask=(at < k)[:, None] & across, other=0.0)
         acc = tl.dot(left, right, acc, input_precision="ieee")
     tl.store(out + row[:, None] * out_token + head * out_head + column[None, :], acc.to(out.dtype.element_ty),
-             mask=(row < tokens)[:, None] & (column < n)[None, :])
+             mask=here & across)
 
 
 @triton.jit
@@ -206,8 +223,8 @@ def _best_groups(ranked, size: tl.constexpr, groups: tl.constexpr, picked: tl.co
 @triton.jit
 def route(logits, correction, picks, weights, counts, live, experts: tl.constexpr, block: tl.constexpr, count: tl.constexpr,
           slots: tl.constexpr, score: tl.constexpr, normalise: tl.constexpr, scale: tl.constexpr, least: tl.constexpr,
-          groups: tl.constexpr, picked: tl.constexpr, two: tl.constexpr, linked: tl.constexpr):
-    """A program routes a token: `count` times the best expert that is left, the lowest index of equals."""
+          groups: tl.constexpr, picked: tl.constexpr, two: tl.constexpr, shared: tl.constexpr, linked: tl.constexpr):
+    """A program routes a token: `count` times the best expert that is left, the lowest index of equals; then all `shared`."""
     follow(linked)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, block)
@@ -248,9 +265,9 @@ def route(logits, correction, picks, weights, counts, live, experts: tl.constexp
         value = tl.sigmoid(value)
     if normalise:
         value = value / tl.maximum(tl.sum(tl.where(slot < count, value, 0.0), 0), least)
-    at = token * count + slot
-    tl.store(picks + at, found, mask=slot < count)
-    tl.store(weights + at, value * scale, mask=slot < count)
+    at = token * (count + shared) + slot
+    tl.store(picks + at, tl.where(slot < count, found, experts - count + slot), mask=slot < count + shared)
+    tl.store(weights + at, tl.where(slot < count, value * scale, 1.0), mask=slot < count + shared)
     if counts is not None:
         there = slot < count
         if live is not None:

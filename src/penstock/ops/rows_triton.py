@@ -40,8 +40,9 @@ so its bits. 32 bytes took the same time with 8,192 rows on an H200."""
 
 def _normalised(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
                 eps: float, offset: float, centred: bool, reader: Weight | None = None) -> torch.Tensor:
-    """The norm of x [rows, width] + residual, contiguous; residual then holds the sum."""
-    rows, width = x.shape
+    """The norm of x [rows, width], or of the sums of x [rows, parts, width], + residual, contiguous; residual then holds the
+    sum."""
+    rows, width, parts, x = len(x), x.shape[-1], x.shape[1] if x.dim() > 2 else 1, x.flatten(0, -2)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
@@ -53,8 +54,8 @@ def _normalised(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
     codes, scales, fixed, span, most = attached(out, reader)
     kernels.normalise[(-(-rows // tall),)](
         x, residual, weight, bias, out, codes, scales, fixed, rows, x.stride(0) // align, stride // align, float(eps),
-        float(offset), width=width, block=block, tall=tall, align=align, centred=centred, span=min(span, block), most=most,
-        num_warps=warps, **gpu.linked(x.device))
+        float(offset), width=width, block=block, tall=tall, align=align, centred=centred, parts=parts, span=min(span, block),
+        most=most, num_warps=warps, **gpu.linked(x.device))
     return out
 
 
@@ -160,16 +161,24 @@ def latent_write(q: torch.Tensor, latent: torch.Tensor, norm: torch.Tensor, eps:
         q, latent, norm, positions, slots, cache, cos, sin, out, float(eps), q.stride(0), q.stride(1), latent.stride(0),
         cache.stride(0), cache.stride(2), out.stride(0), out.stride(1), heads=heads, start=size - 2 * half, width=width,
         half=half, page=cache.shape[2], interleaved=interleaved, many=many, near=gpu.covering(half), wide=gpu.covering(width),
-        num_warps=4, **gpu.linked(q.device))
+        num_warps=4 if tokens <= 512 else 1, **gpu.linked(q.device))
+
+
+_TALL = 32
+"""The most tokens whose products with a matrix a head are this project's: their time is that of the launch."""
 
 
 @register("head_linear", "library", rank=10, supports=gpu.supports, batch_invariant=False)
 class LibraryHeadLinear(HeadLinearOps):
-    """A vendor library's batched GEMM, which reads and writes strided tensors."""
+    """A vendor library's batched GEMM, which reads and writes strided tensors; for few tokens a kernel whose weights are loaded
+    before the previous kernel has ended."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        if len(x) <= _TALL and x.dtype != torch.float32:
+            _head_linear(x, weight, out, 64 if weight.shape[2] > 256 else 16, 128)
+        else:
+            torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 @register("head_linear", "triton-invariant", rank=5, supports=gpu.supports)
@@ -178,13 +187,19 @@ class InvariantHeadLinear(HeadLinearOps):
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        tokens, heads, k = x.shape
-        n = weight.shape[2]
-        if tokens == 0:
-            return
-        kernels.head_linear[(-(-tokens // 16), heads, -(-n // 64))](
-            x, weight, out, tokens, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), weight.stride(2),
-            out.stride(0), out.stride(1), n=n, k=k, block_m=16, block_n=64, block_k=64, num_warps=4, **gpu.linked(x.device))
+        _head_linear(x, weight, out, 64, 64)
+
+
+def _head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, wide: int, deep: int) -> None:
+    tokens, heads, k = x.shape
+    n = weight.shape[2]
+    if tokens == 0:
+        return
+    tall = 16 if tokens <= 16 or wide == deep else 32
+    kernels.head_linear[(-(-tokens // tall), heads, -(-n // wide))](
+        x, weight, out, tokens, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), weight.stride(2),
+        out.stride(0), out.stride(1), n=n, k=k, block_m=tall, block_n=wide, block_k=deep, ahead=min(k // deep, 4),
+        num_warps=4, **gpu.linked(x.device))
 
 
 @register("route", "triton", rank=10, supports=gpu.supports)
@@ -195,17 +210,17 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, routing_: Routi
                                       or block < 2 * routing_.groups)
     if routing_.score == "sparsemixer" or uneven:
         return routing.route(logits, correction, routing_, counts, live)
-    tokens, count = len(logits), routing_.picks
-    picks = torch.empty(tokens, count, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, count, dtype=torch.float32, device=logits.device)
+    tokens, count, width = len(logits), routing_.picks, routing_.picks + routing_.shared
+    picks = torch.empty(tokens, width, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return picks, weights
     linked = gpu.linked(logits.device, tokens <= 8 * gpu.multiprocessors(logits.device))
     kernels.route[(tokens,)](
         logits.contiguous(), correction, picks, weights, counts, live, experts=routing_.experts, block=block, count=count,
-        slots=gpu.covering(count), score=routing_.score, normalise=routing_.normalise, scale=routing_.scale,
-        least=routing_.least, groups=routing_.groups, picked=routing_.picked_groups, two=routing_.group_score == "two",
-        num_warps=1, **linked)
+        slots=gpu.covering(width), shared=routing_.shared, score=routing_.score, normalise=routing_.normalise,
+        scale=routing_.scale, least=routing_.least, groups=routing_.groups, picked=routing_.picked_groups,
+        two=routing_.group_score == "two", num_warps=1, **linked)
     return picks, weights
 
 
