@@ -1,7 +1,8 @@
 """Statistics for reports: percentiles and spreads of measured times."""
 
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,7 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 def spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, Any]:
     """mean_, median_, std_ and pP_ of values in milliseconds, under vLLM's names; None for each if there are no values."""
-    result = {f"mean_{name}_ms": statistics.fmean(values) if values else None,
-              f"median_{name}_ms": statistics.median(values) if values else None,
-              f"std_{name}_ms": statistics.pstdev(values) if values else None}
-    for p in percentiles:
-        result[f"p{p:g}_{name}_ms"] = percentile(values, p) if values else None
-    return result
+    figures: dict[str, Callable[[Sequence[float]], float]] = {
+        "mean": statistics.fmean, "median": statistics.median, "std": statistics.pstdev,
+        **{f"p{p:g}": functools.partial(percentile, p=p) for p in percentiles}}
+    return {f"{kind}_{name}_ms": figure(values) if values else None for kind, figure in figures.items()}
