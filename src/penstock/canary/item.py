@@ -43,9 +43,7 @@ class Item:
         """Whether an answer is right: its text, and the tool calls if the server has parsed them, as {"name", "arguments"}.
 
         `stopped` is False if the answer ran into its token limit: the model did not know when to stop, so it is wrong."""
-        if not stopped:
-            return False
-        if self.thinking and "</think>" not in text and "<think>" in text:
+        if not stopped or (self.thinking and "</think>" not in text and "<think>" in text):
             return False
         said = _THOUGHT.sub("", text).strip()
         if self.grade == "call":
