@@ -171,8 +171,7 @@ class Pooling(OpenAIForm):
         asked = TokenizeRequest(messages=body.messages, add_generation_prompt=bool(body.add_generation_prompt),
                                 continue_final_message=body.continue_final_message, chat_template=body.chat_template,
                                 chat_template_kwargs=body.chat_template_kwargs)
-        prompt = await render(self.state, http, asked)
-        return [Text(prompt.text, bool(body.add_special_tokens))]
+        return [Text((await render(self.state, http, asked)).text, bool(body.add_special_tokens))]
 
     async def _cut(self, body: p.RerankRequest, documents: list[str]) -> list[str]:
         """The documents' beginnings of `max_tokens_per_doc` tokens."""
