@@ -178,25 +178,17 @@ def _scan(q, q_tail, own, sums_so_far, begin, unit, cache, start, stop, bounds, 
                                          block_d, k_form, q.dtype)
             v, v_gain, v_shift = decoded(v_cache, at, v_scales, here * vs_page + inside * vs_slot, v_table, live, size, block_n,
                                          block_d, v_form, q.dtype)
-        elif masked:
-            # Block table entries outside [lowest, highest) may be stale: neither they nor their pages may be read.
-            kept = (key >= lowest) & (key < highest)
-            if size == block_d:
-                wanted = kept[:, None]
-            else:
-                wanted = kept[:, None] & (d < size)[None]
-            k = tl.load(k_inside + jump, mask=wanted, other=0.0)
-            if halved:
-                v = tl.load(k_inside + half + jump, mask=wanted, other=0.0)
-            else:
-                v = k if tail > 0 else tl.load(v_inside + jump, mask=wanted, other=0.0)
-        elif size == block_d:
-            k = tl.load(k_inside + jump)
-            v = k if tail > 0 else tl.load(v_inside + jump)
         else:
-            wanted = (d < size)[None]
-            k = tl.load(k_inside + jump, mask=wanted, other=0.0)
-            v = k if tail > 0 else tl.load(v_inside + jump, mask=wanted, other=0.0)
+            # Block table entries outside [lowest, highest) may be stale: neither they nor their pages may be read.
+            wanted = ((key >= lowest) & (key < highest))[:, None] if masked else None
+            if size < block_d:
+                wanted = wanted & (d < size)[None] if masked else (d < size)[None]
+            rest: tl.constexpr = 0.0 if masked or size < block_d else None
+            k = tl.load(k_inside + jump, mask=wanted, other=rest)
+            if halved:
+                v = tl.load(k_inside + half + jump, mask=wanted, other=rest)
+            else:
+                v = k if tail > 0 else tl.load(v_inside + jump, mask=wanted, other=rest)
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")

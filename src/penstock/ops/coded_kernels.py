@@ -194,10 +194,8 @@ def _columns(v, within, here, k, rk, size: tl.constexpr, pieces: tl.constexpr, e
     """x's columns of the unit from `here` on, in pieces of `size`. `even`: k ends with a unit."""
     a = ()
     for i in tl.static_range(pieces):
-        if even:
-            a = a + (tl.load(v + here + i * size, mask=within, other=0.0),)  # noqa: RUF005
-        else:
-            a = a + (tl.load(v + here + i * size, mask=within & (here + i * size + rk < k)[None, :], other=0.0),)  # noqa: RUF005
+        mask = within if even else within & (here + i * size + rk < k)[None, :]
+        a = a + (tl.load(v + here + i * size, mask=mask, other=0.0),)  # noqa: RUF005
     return a
 
 

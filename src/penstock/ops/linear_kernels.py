@@ -250,17 +250,12 @@ def tiles(x, weight, bias, out, partial, tickets, rows, n, k, stride, tall: tl.c
     if joined:
         whole = tl.zeros((height, width), tl.float32)
     for start in range(begin, end, deep):
-        if even:
-            a = tl.load(v + start, mask=within, other=0.0)
-            total = _dot(tl.load(w + start), a, total, swap)
-            if kind is not None:
-                other = _dot(tl.load(w + beside + start), a, other, swap)
-        else:
-            mask = (start + rk < k)[None, :]
-            a = tl.load(v + start, mask=within & mask, other=0.0)
-            total = _dot(tl.load(w + start, mask=mask, other=0.0), a, total, swap)
-            if kind is not None:
-                other = _dot(tl.load(w + beside + start, mask=mask, other=0.0), a, other, swap)
+        mask = None if even else (start + rk < k)[None, :]
+        rest: tl.constexpr = None if even else 0.0
+        a = tl.load(v + start, mask=within if even else within & mask, other=0.0)
+        total = _dot(tl.load(w + start, mask=mask, other=rest), a, total, swap)
+        if kind is not None:
+            other = _dot(tl.load(w + beside + start, mask=mask, other=rest), a, other, swap)
         if joined and (start + deep) % share == 0:
             whole += total
             total = tl.zeros((height, width), tl.float32)
