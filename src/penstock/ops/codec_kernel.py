@@ -16,10 +16,7 @@ def element(column, size: tl.constexpr, form: tl.constexpr):
 @triton.jit
 def _numbers(code, table, at_scale, place, kept, form: tl.constexpr, dtype: tl.constexpr):
     """Codes as numbers in units of the vector's scale or, where groups have scales of their own, as the elements."""
-    if form // 32 % 2:
-        x = tl.load(table + code.to(tl.int32))
-    else:
-        x = code.to(tl.float32) if form // 128 % 2 else code
+    x = tl.load(table + code.to(tl.int32)) if form // 32 % 2 else code.to(tl.float32) if form // 128 % 2 else code
     if form // 128 % 2:
         x -= 8.0
     group: tl.constexpr = form // 512

@@ -172,10 +172,8 @@ def _unit(total, code, x, words, xs, table, table_words, second: tl.constexpr, k
         else:
             if form == "float":
                 factor = word.to(tl.float32, bitcast=True)
-            elif second or (form == "halves" and g % 2 == 1):
-                factor = _upper(word, half)
             else:
-                factor = _lower(word, half)
+                factor = _upper(word, half) if second or (form == "halves" and g % 2 == 1) else _lower(word, half)
             if grouped:
                 part = part * xs[None, :]
             total += part * factor[:, None]
@@ -395,10 +393,7 @@ def _scaled(part, whole, word, odd, form: tl.constexpr, half: tl.constexpr, base
     """Sums of a group of columns with their scale and zero; `whole`: the sums of x's columns."""
     if form == "pairs" or form == "halves":
         word = tl.where(odd, word >> 16, word)
-    if form == "float":
-        scale = word.to(tl.float32, bitcast=True)
-    else:
-        scale = _lower(word, half)
+    scale = word.to(tl.float32, bitcast=True) if form == "float" else _lower(word, half)
     if form == "shifts":
         found = (part - base * whole) * scale + _upper(word, half) * whole
     elif form == "zeros":
@@ -522,10 +517,7 @@ def decode(codes, words, gains, table, ids, out, n, k, padded, spread, unit: tl.
         gain = tl.load(gains + kept)
     zero, shift = tl.full((64,), 8.0 if kind == "int4" else 0.0, tl.float32), tl.zeros_like(gain)
     if form != "row":
-        if form == "pairs" or form == "halves":
-            line = (place * scales + g) // 2
-        else:
-            line = place * scales + g
+        line = (place * scales + g) // (2 if form == "pairs" or form == "halves" else 1)
         word = tl.load(words + line.to(tl.int64) * spread + kept)
         if form == "float":
             gain *= word.to(tl.float32, bitcast=True)
