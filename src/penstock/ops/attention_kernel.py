@@ -163,11 +163,9 @@ def _scan(q, q_tail, own, sums_so_far, begin, unit, cache, start, stop, bounds, 
     page = tl.load(table + (start + offset) // page_size, mask=(start + offset >= lowest) & (start + offset < highest), other=0)
     for first in range(start, stop, block_n):
         key = first + offset
-        if block_n % page_size == 0:
-            jump = (page.to(tl.int64) * page_stride)[:, None]
-        else:
-            jump = (page.to(tl.int64) * page_stride + (key % page_size - offset % page_size) * slot_stride)[:, None]
         here = page.to(tl.int64)
+        moved = 0 if block_n % page_size == 0 else (key % page_size - offset % page_size) * slot_stride
+        jump = (here * page_stride + moved)[:, None]
         page = tl.load(table + first // page_size + (first % page_size + offset + block_n) // page_size,
                        mask=key + block_n < tl.minimum(stop, highest), other=0)
         if k_form > 0:

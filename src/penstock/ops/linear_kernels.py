@@ -292,10 +292,7 @@ def panels(x, weight, bias, out, rows, n, k, tall: tl.constexpr, wide: tl.conste
         whole = tl.zeros((tall, 2 * halves), tl.float32)
         begins, ends, step = 0, tl.cdiv(ends - begins, step) * split, 1
     for i in tl.range(begins, ends, step, flatten=True):
-        if split > 1:
-            tile, begin = tl.program_id(0) + i // split * tl.num_programs(0), i % split * share
-        else:
-            tile, begin = i, 0
+        tile, begin = (tl.program_id(0) + i // split * tl.num_programs(0), i % split * share) if split > 1 else (i, 0)
         row, column = _place(tile, down, across, group)
         total = tl.zeros((tall, 2 * halves), tl.float32)
         for start in range(0, share, deep):
