@@ -133,7 +133,7 @@ class Database:
         return self.sql("delete from objects where kind=? and id=? and owner=?", kind, name, owner).rowcount > 0
 
     def page(self, kind: str, owner: str, after: str | None, limit: int, newest_first: bool = True, stem: str = "",
-             purpose: str | None = None) -> tuple[list[bytes], bool]:
+             purpose: str | None = None) -> tuple[list[dict[str, Any]], bool]:
         """(a page of a list by age, behind the object `after`, of ids that begin with `stem`, of files with this `purpose` if
         one is given; whether there are more)."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
@@ -149,7 +149,7 @@ class Database:
             values.append(purpose)
         rows = self.sql(f"select body from objects where {where} order by created {order}, id {order} limit ?",
                         *values, limit + 1).fetchall()
-        return [body for body, in rows[:limit]], len(rows) > limit
+        return [msgspec.json.decode(body) for body, in rows[:limit]], len(rows) > limit
 
     def all(self, kind: str) -> list[tuple[str, str, bytes]]:
         """(id, owner, body) of every object of a kind, oldest first."""

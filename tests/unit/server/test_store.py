@@ -6,7 +6,6 @@ import asyncio
 import sqlite3
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError, RequestError
@@ -32,9 +31,9 @@ def test_pages() -> None:
     found = database()
     for place in range(5):
         found.put("file", f"f{place}", "x", str(place).encode(), created=float(place))
-    assert found.page("file", "x", None, 3) == ([b"4", b"3", b"2"], True)
-    assert found.page("file", "x", "f2", 3) == ([b"1", b"0"], False)
-    assert found.page("file", "x", "f2", 3, newest_first=False) == ([b"3", b"4"], False)
+    assert found.page("file", "x", None, 3) == ([4, 3, 2], True)
+    assert found.page("file", "x", "f2", 3) == ([1, 0], False)
+    assert found.page("file", "x", "f2", 3, newest_first=False) == ([3, 4], False)
     assert found.page("file", "y", None, 3) == ([], False)
     for owner, after in (("x", "gone"), ("y", "f2")):
         with pytest.raises(RequestError, match="not in the list") as caught:
@@ -115,4 +114,4 @@ def test_expired_files_leave_their_room(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(store.time, "time", lambda: now + 100)
     sweep(found)
     assert found.bytes_of("content") == 200
-    assert {msgspec.json.decode(body)["filename"] for body in found.page("file", "x", None, 9)[0]} == {"later", "never"}
+    assert {file["filename"] for file in found.page("file", "x", None, 9)[0]} == {"later", "never"}

@@ -246,9 +246,9 @@ class MessageBatches:
                                param="before_id")
 
         def work(database: Database) -> tuple[list[dict[str, Any]], bool]:
-            bodies, more = database.page("batch", owner, before or after, limit, before is None, _STEM)
-            batches = list(map(msgspec.json.decode, bodies))[::1 if before is None else -1]
-            return [_shown_batch(http, batch, _results(database, batch, owner)) for batch in batches], more
+            batches, more = database.page("batch", owner, before or after, limit, before is None, _STEM)
+            return [_shown_batch(http, batch, _results(database, batch, owner))
+                    for batch in batches[::1 if before is None else -1]], more
 
         return listed(*await self.state.store.run(work))
 

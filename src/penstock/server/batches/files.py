@@ -129,12 +129,11 @@ class Files(OpenAIForm):
     async def list(self, http: Request) -> Response:
         owner, (after, limit, newest) = whose(http), asked(http, 10_000)
 
-        def work(database: Database) -> tuple[list[bytes], bool]:
+        def work(database: Database) -> tuple[list[dict[str, Any]], bool]:
             sweep(database)
             return database.page("file", owner, after, limit, newest, purpose=http.query_params.get("purpose"))
 
-        bodies, more = await self.state.store.run(work)
-        return listed([*map(msgspec.json.decode, bodies)], more)
+        return listed(*await self.state.store.run(work))
 
     async def get(self, http: Request) -> Response:
         return json_response(await self.state.store.run(lambda database: read_file(database, ref(http, "file"))))

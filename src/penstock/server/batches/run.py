@@ -314,8 +314,7 @@ class Batches(OpenAIForm):
 
     async def list(self, http: Request) -> Response:
         owner, (after, limit, newest) = whose(http), asked(http)
-        bodies, more = await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest, _STEM))
-        return listed([*map(msgspec.json.decode, bodies)], more)
+        return listed(*await self.state.store.run(lambda database: database.page("batch", owner, after, limit, newest, _STEM)))
 
     async def get(self, http: Request) -> Response:
         return json_response(await self.state.store.run(ref(http, "batch").read))
