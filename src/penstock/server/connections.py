@@ -300,7 +300,6 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
-            self._write_timer = None
 
     def _stalled(self) -> None:
         """The client has not read for too long."""
@@ -314,7 +313,6 @@ class Connection(HttpToolsProtocol):
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def _expired(self, phase: str, seconds: float) -> None:
         self.group.counts.timed_out += 1
