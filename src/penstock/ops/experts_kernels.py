@@ -91,17 +91,13 @@ def picked(x, weight, where, beyond, gains, fixed, bias, out, picks, scales, n, 
     for i in tl.static_range(ahead):
         total = _added(total, first[i], _operand(tl.load(v + i * deep), step, most, dtype, paired)[None, :], paired)
     for start in tl.range(ahead * deep, k, deep, num_stages=stages):
-        if even:
-            a = tl.load(v + start)
-            w = tl.load(at + start)
-            if gated:
-                u = tl.load(beside + start)
-        else:
-            mask = start + columns < k
-            a = tl.load(v + start, mask=mask, other=0.0)
-            w = tl.load(at + start, mask=mask[None, :], other=0.0)
-            if gated:
-                u = tl.load(beside + start, mask=mask[None, :], other=0.0)
+        mask = None if even else start + columns < k
+        across = None if even else mask[None, :]
+        rest: tl.constexpr = None if even else 0.0
+        a = tl.load(v + start, mask=mask, other=rest)
+        w = tl.load(at + start, mask=across, other=rest)
+        if gated:
+            u = tl.load(beside + start, mask=across, other=rest)
         if inward and gated:
             a = (a.to(tl.float32) * scale).to(x.dtype.element_ty)
         a = _operand(a, step, most, dtype, paired)[None, :]
@@ -333,17 +329,12 @@ def _tile(x, weight, where, beyond, bias, out, scales, expert, places, pick, wit
     total = tl.zeros((height, width), tl.float32)
     other = tl.zeros((height, width), tl.float32)
     for start in tl.range(0, k, deep, num_stages=stages):
-        if even:
-            a = tl.load(v + start, mask=within[:, None], other=0.0)
-            b = tl.load(w + start)
-            if gated:
-                c = tl.load(w + beside + start)
-        else:
-            mask = (start + rk < k)[None, :]
-            a = tl.load(v + start, mask=within[:, None] & mask, other=0.0)
-            b = tl.load(w + start, mask=mask, other=0.0)
-            if gated:
-                c = tl.load(w + beside + start, mask=mask, other=0.0)
+        mask = None if even else (start + rk < k)[None, :]
+        rest: tl.constexpr = None if even else 0.0
+        a = tl.load(v + start, mask=within[:, None] if even else within[:, None] & mask, other=0.0)
+        b = tl.load(w + start, mask=mask, other=rest)
+        if gated:
+            c = tl.load(w + beside + start, mask=mask, other=rest)
         if inward and gated:
             a = (a.to(tl.float32) * scale[:, None]).to(x.dtype.element_ty)
         total = _dot(b, a, total, swap)
@@ -444,10 +435,8 @@ def panels(x, weight, xs, gains, bias, out, order, starts, tile_expert, tile_pla
             w = tl.reshape(weight.load([expert * parts, column * wide, start]), (parts * wide, deep))
             if gated:
                 v = x + (pick // count).to(tl.int64)[:, None] * stride + (start + rk)[None, :]
-                if even:
-                    a = tl.load(v, mask=within[:, None], other=0.0)
-                else:  # what TMA fills with zeros is not to meet NaN
-                    a = tl.load(v, mask=within[:, None] & (start + rk < k)[None, :], other=0.0)
+                # What TMA fills with zeros is not to meet NaN.
+                a = tl.load(v, mask=within[:, None] if even else within[:, None] & (start + rk < k)[None, :], other=0.0)
             else:
                 a = x.load([place, start])
             sums = tl.dot(a, w.T, sums)
