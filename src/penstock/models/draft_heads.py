@@ -99,17 +99,12 @@ def mask_token(config: Mapping[str, Any], asked: bool | None) -> int | None:
     return named[0]
 
 
-_EAGLE_RULES = (
-    Rule("d2t", None),
-    Rule("t2d", None),
-    Rule("mask_hidden", None),
-    Rule("[model.]embed_tokens.weight", "embedding.weight"),
-    Rule("[model.]norm.weight", "norm.weight"),
-    Rule("lm_head.weight", "head.weight"))
+_EAGLE_RULES = Rule.named("", {
+    "d2t": None, "t2d": None, "mask_hidden": None, "[model.]embed_tokens.weight": "embedding.weight",
+    "[model.]norm.weight": "norm.weight", "lm_head.weight": "head.weight"}, stem="")
 _EAGLE_1 = (*_EAGLE_RULES, Rule("[model.]fc.*", "entry.join.*"), *rules.ATTENTION, *rules.MLP, *rules.PRE_NORMS)
 _EAGLE_3 = (
-    *_EAGLE_RULES,
-    Rule("[model.]fc.*", "entry.reduce.*"),
+    *_EAGLE_RULES, Rule("[model.]fc.*", "entry.reduce.*"),
     *(Rule(rule.source.replace("model.layers.#", "midlayer"), rule.target.replace("#", "0"))
       for rule in (*rules.ATTENTION, *rules.MLP) if rule.target is not None),
     *(Rule(f"{layer}.{source}.weight", f"blocks.0.{target}.weight") for layer in ("midlayer", "model.layers.0")

@@ -14,6 +14,8 @@ from penstock.layers.spec import ModelSpec
 
 Change = Callable[[torch.Tensor, ModelSpec], torch.Tensor]
 """Takes a checkpoint's tensor to the parameter's shape, without copying where it can."""
+Names = Mapping[str, str | tuple[str, Change] | None]
+"""Ends of checkpoints' names, and those of the parameters that they mean, perhaps with a change; None ignores a tensor."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class Rule:
     change: Change | None = None
 
     @classmethod
-    def named(cls, source: str, names: Mapping[str, str | tuple[str, Change] | None]) -> "tuple[Rule, ...]":
-        """A rule for each name: a checkpoint's behind `source`, and that of a block's parameter, perhaps with a change."""
+    def named(cls, source: str, names: Names, stem: str = "blocks.#.") -> "tuple[Rule, ...]":
+        """A rule for each name: a checkpoint's behind `source`, a parameter's behind `stem`."""
         pairs = ((name, target if isinstance(target, tuple) else (target, None)) for name, target in names.items())
-        return tuple(cls(source + name, target and f"blocks.#.{target}", change) for name, (target, change) in pairs)
+        return tuple(cls(source + name, target and stem + target, change) for name, (target, change) in pairs)
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -110,9 +112,9 @@ def flat(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def projections(source: str, target: str) -> dict[str, str]:
-    """The names of a gated feed-forward layer's matrices, for `Rule.named`."""
-    return {f"{source}.{name}_proj.*": f"{target}.{name}.*" for name in ("gate", "up", "down")}
+def projections(source: str, target: str, names: Iterable[str] = ("gate", "up", "down")) -> dict[str, str]:
+    """The names of a layer's matrices, by default those of a gated feed-forward layer, for `Rule.named`."""
+    return {f"{source}.{name}_proj.*": f"{target}.{name}.*" for name in names}
 
 
 def text_part(rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -124,25 +126,19 @@ def text_part(rules: Iterable[Rule]) -> tuple[Rule, ...]:
             *found)
 
 
-EMBEDDING = (
-    Rule("model.embed_tokens.weight", "embedding.weight"),
-    Rule("model.norm.weight", "norm.weight"),
-    Rule("lm_head.weight", "head.weight"),
-    Rule("score.weight", "head.weight"))
+EMBEDDING = Rule.named("", {"model.embed_tokens.weight": "embedding.weight", "model.norm.weight": "norm.weight",
+                            "lm_head.weight": "head.weight", "score.weight": "head.weight"}, stem="")
 """Embedding, last norm and head of a Llama-like model."""
 
-ATTENTION = (
-    *Rule.named("model.layers.#.self_attn.", {
-        "q_proj.*": "attention.q.*", "k_proj.*": "attention.k.*", "v_proj.*": "attention.v.*", "o_proj.*": "attention.o.*",
-        "q_norm.weight": "attention.q_norm.weight", "k_norm.weight": "attention.k_norm.weight", "sinks": "attention.sinks",
-        "rotary_emb.inv_freq": None}),
-    Rule("model.rotary_emb.inv_freq", None))
+ATTENTION = (*Rule.named("model.layers.#.", {
+    **projections("self_attn", "attention", "qkvo"), "self_attn.q_norm.weight": "attention.q_norm.weight",
+    "self_attn.k_norm.weight": "attention.k_norm.weight", "self_attn.sinks": "attention.sinks",
+    "self_attn.rotary_emb.inv_freq": None}), Rule("model.rotary_emb.inv_freq", None))
 
-LATENT_ATTENTION = Rule.named("model.layers.#.self_attn.", {
-    "q_proj.*": "attention.q.*", "q_a_proj.*": "attention.q_a.*", "q_a_layernorm.weight": "attention.q_norm.weight",
-    "q_b_proj.*": "attention.q_b.*", "kv_a_proj_with_mqa.*": "attention.kv_a.*",
-    "kv_a_layernorm.weight": "attention.kv_norm.weight", "kv_b_proj.*": "attention.kv_b.*", "o_proj.*": "attention.o.*",
-    "rotary_emb.inv_freq": None})
+LATENT_ATTENTION = Rule.named("model.layers.#.", {
+    **projections("self_attn", "attention", ("q", "q_a", "q_b", "kv_b", "o")),
+    "self_attn.q_a_layernorm.weight": "attention.q_norm.weight", "self_attn.kv_a_proj_with_mqa.*": "attention.kv_a.*",
+    "self_attn.kv_a_layernorm.weight": "attention.kv_norm.weight", "self_attn.rotary_emb.inv_freq": None})
 """DeepSeek's MLA."""
 
 MLP = Rule.named("model.layers.#.", projections("mlp", "mlp"))
@@ -153,10 +149,8 @@ PRE_NORMS = Rule.named("model.layers.#.", {
 LLAMA = (*EMBEDDING, *ATTENTION, *MLP, *PRE_NORMS)
 """The names of Llama and of most later families."""
 
-LAYER_NORM_LLAMA = (
-    Rule("model.norm.*", "norm.*"),
-    *Rule.named("model.layers.#.", {"input_layernorm.*": "attention.pre.*", "post_attention_layernorm.*": "mlp.pre.*"}),
-    *LLAMA)
+LAYER_NORM_LLAMA = (Rule("model.norm.*", "norm.*"), *Rule.named("model.layers.#.", {
+    "input_layernorm.*": "attention.pre.*", "post_attention_layernorm.*": "mlp.pre.*"}), *LLAMA)
 """The names of Llama-like models with LayerNorms, which may have biases."""
 
 SANDWICH_NORMS = Rule.named("model.layers.#.", {"input_layernorm.weight": "attention.pre.weight",

@@ -6,6 +6,7 @@ from functools import partial
 
 from penstock.models import family
 from penstock.models.family import BranchSpec, Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, NoNormSpec, Rule, parts, rope
+from penstock.models.rules import projections
 
 ARCHITECTURES = tuple(f"{name}{kind}" for name in ("Bert", "Roberta", "XLMRoberta", "Camembert")
                       for kind in ("Model", "ForMaskedLM"))
@@ -13,37 +14,26 @@ MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert")
 TASK = "embed"
 DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
 _MODEL = "[bert.][roberta.][nomic_bert.]"
-_TABLES = _MODEL + "embeddings."
-_LAYER = _MODEL + "encoder.layer.#."
-_TURNED = _MODEL + "[encoder.]layers.#."
 RULES = (
-    Rule(_TABLES + "word_embeddings.weight", "embedding.weight"),
-    Rule(_TABLES + "position_embeddings.weight", "positions.weight"),
-    Rule(_TABLES + "token_type_embeddings.weight", "types.weight"),
-    Rule(_TABLES + "LayerNorm.*", "embedding.norm.*"),
-    Rule(_MODEL + "emb_ln.*", "embedding.norm.*"),
-    Rule(_TABLES + "position_ids", None),
-    Rule(_TABLES + "token_type_ids", None),
-    *Rule.named(_LAYER, {"attention.self.query.*": "attention.q.*", "attention.self.key.*": "attention.k.*",
+    *Rule.named(_MODEL, {"embeddings.word_embeddings.weight": "embedding.weight",
+        "embeddings.position_embeddings.weight": "positions.weight", "embeddings.token_type_embeddings.weight": "types.weight",
+        "embeddings.LayerNorm.*": "embedding.norm.*", "emb_ln.*": "embedding.norm.*", "embeddings.position_ids": None,
+        "embeddings.token_type_ids": None, "pooler.dense.*": "head.dense.*"}, stem=""),
+    *Rule.named(_MODEL + "encoder.layer.#.", {
+        "attention.self.query.*": "attention.q.*", "attention.self.key.*": "attention.k.*",
         "attention.self.value.*": "attention.v.*", "attention.output.dense.*": "attention.o.*",
         "attention.output.LayerNorm.*": "attention.after.*", "intermediate.dense.*": "mlp.up.*", "output.dense.*": "mlp.down.*",
         "output.LayerNorm.*": "mlp.after.*", "mlp.gated_layers.*": "mlp.gate_up.*", "mlp.wo.*": "mlp.down.*",
         "mlp.layernorm.*": "mlp.after.*"}),
-    *(Rule(f"{_TURNED}{name}.*", f"blocks.#.{target}.*") for name, target in (
-        ("self_attn.q_proj", "attention.q"), ("self_attn.k_proj", "attention.k"), ("self_attn.v_proj", "attention.v"),
-        ("self_attn.o_proj", "attention.o"), ("post_attention_layernorm", "attention.after"),
-        ("mlp.gate_proj", "mlp.gate"), ("mlp.up_proj", "mlp.up"), ("mlp.down_proj", "mlp.down"),
-        ("post_mlp_layernorm", "mlp.after"),
+    *Rule.named(_MODEL + "[encoder.]layers.#.", {
+        **projections("self_attn", "attention", "qkvo"), "post_attention_layernorm.*": "attention.after.*",
+        **projections("mlp", "mlp"), "post_mlp_layernorm.*": "mlp.after.*",
         # The same in the models' own folders.
-        ("attn.Wqkv", "attention.qkv"), ("attn.out_proj", "attention.o"), ("mixer.Wqkv", "attention.qkv"),
-        ("mixer.out_proj", "attention.o"), ("norm1", "attention.after"), ("norm2", "mlp.after"), ("mlp.fc12", "mlp.gate"),
-        ("mlp.fc11", "mlp.up"), ("mlp.fc1", "mlp.up"), ("mlp.fc2", "mlp.down"))),
-    Rule(_MODEL + "pooler.dense.*", "head.dense.*"),
-    Rule("classifier.dense.*", "head.dense.*"),
-    Rule("classifier.out_proj.*", "head.*"),
-    Rule("classifier.*", "head.*"),
-    Rule("cls.**", None),
-    Rule("lm_head.**", None))
+        "attn.Wqkv.*": "attention.qkv.*", "attn.out_proj.*": "attention.o.*", "mixer.Wqkv.*": "attention.qkv.*",
+        "mixer.out_proj.*": "attention.o.*", "norm1.*": "attention.after.*", "norm2.*": "mlp.after.*",
+        "mlp.fc12.*": "mlp.gate.*", "mlp.fc11.*": "mlp.up.*", "mlp.fc1.*": "mlp.up.*", "mlp.fc2.*": "mlp.down.*"}),
+    *Rule.named("", {"classifier.dense.*": "head.dense.*", "classifier.out_proj.*": "head.*", "classifier.*": "head.*",
+        "cls.**": None, "lm_head.**": None}, stem=""))
 _NOMIC = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
           "n_inner": "intermediate_size", "layer_norm_epsilon": "layer_norm_eps", "rotary_emb_base": "rope_theta",
           "max_trained_positions": "max_position_embeddings"}

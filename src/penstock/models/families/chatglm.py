@@ -8,18 +8,15 @@ from penstock.models.family import AttentionSpec, Config, Like, ModelSpec, RMSNo
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM")
 MODEL_TYPES = ("chatglm",)
 RULES = (
-    Rule("transformer.embedding.word_embeddings.weight", "embedding.weight"),
-    Rule("transformer.rotary_pos_emb.inv_freq", None),
+    *Rule.named("transformer.", {"embedding.word_embeddings.weight": "embedding.weight", "rotary_pos_emb.inv_freq": None,
+        "encoder.final_layernorm.weight": "norm.weight", "output_layer.weight": "head.weight"}, stem=""),
     *Rule.named("transformer.encoder.layers.#.", {"input_layernorm.weight": "attention.pre.weight",
         "self_attention.query_key_value.*": "attention.qkv.*", "self_attention.dense.*": "attention.o.*",
         "post_attention_layernorm.weight": "mlp.pre.weight", "mlp.dense_h_to_4h.*": "mlp.gate_up.*",
-        "mlp.dense_4h_to_h.*": "mlp.down.*"}),
-    Rule("transformer.encoder.final_layernorm.weight", "norm.weight"),
-    Rule("transformer.output_layer.weight", "head.weight"))
-GLM4 = (
-    *Rule.named("model.layers.#.", {"mlp.gate_up_proj.*": "mlp.gate_up.*",
-        "post_self_attn_layernorm.weight": "attention.post.weight", "post_mlp_layernorm.weight": "mlp.post.weight"}),
-    *rules.LLAMA)
+        "mlp.dense_4h_to_h.*": "mlp.down.*"}))
+GLM4 = (*Rule.named("model.layers.#.", {
+    "mlp.gate_up_proj.*": "mlp.gate_up.*", "post_self_attn_layernorm.weight": "attention.post.weight",
+    "post_mlp_layernorm.weight": "mlp.post.weight"}), *rules.LLAMA)
 
 
 def spec(config: Config) -> ModelSpec:

@@ -1,20 +1,17 @@
 """GPT-2, GPT-BigCode (StarCoder, SantaCoder), GPT-Neo and GPT-J: LayerNorms and biases; learned positions but in GPT-J."""
 
-from collections.abc import Mapping
 from functools import partial
 
 from penstock.models.family import AttentionSpec, Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, RopeSpec, Rule, parts
-from penstock.models.rules import Change, by_group, transposed
+from penstock.models.rules import Names, by_group, projections, transposed
 
 
-def _rules(names: Mapping[str, str | tuple[str, Change] | None]) -> tuple[Rule, ...]:
+def _rules(names: Names) -> tuple[Rule, ...]:
     """`names`: those of a layer besides its norms."""
-    return (
-        Rule("[transformer.]wte.weight", "embedding.weight"),
-        Rule("[transformer.]wpe.weight", "positions.weight"),
-        *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "ln_2.*": "mlp.pre.*", **names}),
-        Rule("[transformer.]ln_f.*", "norm.*"),
-        Rule("lm_head.*", "head.*"))
+    ends = {"[transformer.]wte.weight": "embedding.weight", "[transformer.]wpe.weight": "positions.weight",
+            "[transformer.]ln_f.*": "norm.*", "lm_head.*": "head.*"}
+    return (*Rule.named("", ends, stem=""),
+            *Rule.named("[transformer.]h.#.", {"ln_1.*": "attention.pre.*", "ln_2.*": "mlp.pre.*", **names}))
 
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
@@ -26,13 +23,11 @@ RULES = _rules({"attn.c_attn.*": ("attention.qkv.*", transposed), "attn.c_proj.*
                 "mlp.c_fc.*": ("mlp.up.*", transposed), "mlp.c_proj.*": ("mlp.down.*", transposed), **_MASKS})
 BIGCODE = _rules({"attn.c_attn.*": ("attention.qkv.*", by_group), "attn.c_proj.*": "attention.o.*", "mlp.c_fc.*": "mlp.up.*",
                   "mlp.c_proj.*": "mlp.down.*", **_MASKS})
-NEO = _rules({"attn.attention.q_proj.weight": "attention.q.weight", "attn.attention.k_proj.weight": "attention.k.weight",
-              "attn.attention.v_proj.weight": "attention.v.weight", "attn.attention.out_proj.*": "attention.o.*",
+NEO = _rules({**projections("attn.attention", "attention", "qkv"), "attn.attention.out_proj.*": "attention.o.*",
               "attn.attention.bias": None, "attn.attention.masked_bias": None, "mlp.c_fc.*": "mlp.up.*",
               "mlp.c_proj.*": "mlp.down.*"})
-J = _rules({"attn.q_proj.weight": "attention.q.weight", "attn.k_proj.weight": "attention.k.weight",
-            "attn.v_proj.weight": "attention.v.weight", "attn.out_proj.weight": "attention.o.weight",
-            "mlp.fc_in.*": "mlp.up.*", "mlp.fc_out.*": "mlp.down.*", **_MASKS})
+J = _rules({**projections("attn", "attention", "qkv"), "attn.out_proj.*": "attention.o.*", "mlp.fc_in.*": "mlp.up.*",
+            "mlp.fc_out.*": "mlp.down.*", **_MASKS})
 
 
 def spec(config: Config, *, joined: bool = False) -> ModelSpec:

@@ -11,24 +11,19 @@ DEFAULTS = {"hidden_act": "gelu", "max_position_embeddings": 2048}
 _NAMES = {"input_layernorm.*": "attention.pre.*", "post_attention_layernorm.*": "mlp.pre.*", "mlp.dense_h_to_4h.*": "mlp.up.*",
           "mlp.dense_4h_to_h.*": "mlp.down.*"}
 RULES = (
-    Rule("[gpt_neox.]embed_in.weight", "embedding.weight"),
+    *Rule.named("", {"[gpt_neox.]embed_in.weight": "embedding.weight", "[gpt_neox.]final_layer_norm.*": "norm.*",
+        "embed_out.weight": "head.weight", "lm_head.weight": "head.weight"}, stem=""),
     *Rule.named("[gpt_neox.]layers.#.", {**_NAMES, "attention.query_key_value.*": ("attention.qkv.*", interleaved),
         "attention.dense.*": "attention.o.*", "attention.bias": None, "attention.masked_bias": None,
-        "attention.rotary_emb.inv_freq": None}),
-    Rule("[gpt_neox.]final_layer_norm.*", "norm.*"),
-    Rule("embed_out.weight", "head.weight"),
-    Rule("lm_head.weight", "head.weight"))
+        "attention.rotary_emb.inv_freq": None}))
 
 
 def _rules(change: Change, **more: str) -> tuple[Rule, ...]:
     """BLOOM's and Falcon's. `more`: other names of norms."""
-    return (
-        Rule("[transformer.]word_embeddings.weight", "embedding.weight"),
-        Rule("[transformer.]word_embeddings_layernorm.*", "embedding.norm.*"),
-        *Rule.named("[transformer.]h.#.", {**_NAMES, "self_attention.query_key_value.*": ("attention.qkv.*", change),
-            "self_attention.dense.*": "attention.o.*", **{f"{name}.*": f"{target}.*" for name, target in more.items()}}),
-        Rule("[transformer.]ln_f.*", "norm.*"),
-        Rule("lm_head.weight", "head.weight"))
+    ends = {"word_embeddings.weight": "embedding.weight", "word_embeddings_layernorm.*": "embedding.norm.*", "ln_f.*": "norm.*"}
+    return (*Rule.named("[transformer.]", ends, stem=""), Rule("lm_head.weight", "head.weight"),
+            *Rule.named("[transformer.]h.#.", {**_NAMES, "self_attention.query_key_value.*": ("attention.qkv.*", change),
+                "self_attention.dense.*": "attention.o.*", **{f"{name}.*": f"{target}.*" for name, target in more.items()}}))
 
 
 def spec(config: Config) -> ModelSpec:

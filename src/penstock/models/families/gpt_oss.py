@@ -21,9 +21,7 @@ def _halves(tensor: torch.Tensor, _spec: ModelSpec) -> torch.Tensor:
 
 
 RULES = (
-    *rules.EMBEDDING,
-    *rules.ATTENTION,
-    *rules.PRE_NORMS,
+    *rules.EMBEDDING, *rules.ATTENTION, *rules.PRE_NORMS,
     *Rule.named("model.layers.#.", {"mlp.router.*": "mlp.router.*",
         "mlp.experts.gate_up_proj": ("mlp.experts.gate_up.weight", _halves),
         "mlp.experts.gate_up_proj_bias": ("mlp.experts.gate_up.bias", _halves),

@@ -18,11 +18,11 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 RULES = (
     *rules.LLAMA,
     # EXAONE 3 is Llama by other names, and transformers writes it as such.
-    Rule("transformer.wte.weight", "embedding.weight"),
-    Rule("transformer.ln_f.weight", "norm.weight"),
-    *Rule.named("transformer.h.#.", {**{f"attn.attention.{name}_proj.*": f"attention.{name}.*" for name in "qkv"},
-        "ln_1.weight": "attention.pre.weight", "ln_2.weight": "mlp.pre.weight", "attn.attention.out_proj.*": "attention.o.*",
-        "mlp.c_fc_0.*": "mlp.gate.*", "mlp.c_fc_1.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}))
+    *Rule.named("transformer.", {"wte.weight": "embedding.weight", "ln_f.weight": "norm.weight"}, stem=""),
+    *Rule.named("transformer.h.#.", {
+        **rules.projections("attn.attention", "attention", "qkv"), "attn.attention.out_proj.*": "attention.o.*",
+        "ln_1.weight": "attention.pre.weight", "ln_2.weight": "mlp.pre.weight", "mlp.c_fc_0.*": "mlp.gate.*",
+        "mlp.c_fc_1.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}))
 
 
 def spec(config: Config, *, norm: Callable[[Config], Any] = parts.rms_norm, mlp: Callable[..., MixerSpec] = parts.gated_mlp,
@@ -170,55 +170,37 @@ def smollm3(config: Config) -> ModelSpec:
                 windows=lambda config: config.windows(lambda layer: not turns[layer], width))
 
 
-APERTUS = (
-    *Rule.named("model.layers.#.", {"attention_layernorm.weight": "attention.pre.weight",
-        "feedforward_layernorm.weight": "mlp.pre.weight", "mlp.act_fn.*": ("mlp.act.*", rules.flat)}),
-    *rules.EMBEDDING, *rules.ATTENTION, *rules.MLP)
-BAICHUAN = (
-    Rule("lm_head.weight", "head.weight", _normalised),
-    Rule("model.layers.#.self_attn.W_pack.weight", "blocks.#.attention.qkv.weight"),
-    *rules.LLAMA)
-COHERE = (
-    Rule("model.layers.#.self_attn.q_norm.weight", "blocks.#.attention.q_norm.weight", rules.flat),
-    Rule("model.layers.#.self_attn.k_norm.weight", "blocks.#.attention.k_norm.weight", rules.flat),
-    *rules.LLAMA)
-HUNYUAN = (
-    Rule("model.layers.#.self_attn.query_layernorm.weight", "blocks.#.attention.q_norm.weight"),
-    Rule("model.layers.#.self_attn.key_layernorm.weight", "blocks.#.attention.k_norm.weight"),
-    *rules.LLAMA)
+APERTUS = (*Rule.named("model.layers.#.", {
+    "attention_layernorm.weight": "attention.pre.weight", "feedforward_layernorm.weight": "mlp.pre.weight",
+    "mlp.act_fn.*": ("mlp.act.*", rules.flat)}), *rules.EMBEDDING, *rules.ATTENTION, *rules.MLP)
+BAICHUAN = (Rule("lm_head.weight", "head.weight", _normalised),
+            Rule("model.layers.#.self_attn.W_pack.weight", "blocks.#.attention.qkv.weight"), *rules.LLAMA)
+COHERE = (*Rule.named("model.layers.#.self_attn.", {
+    f"{one}_norm.weight": (f"attention.{one}_norm.weight", rules.flat) for one in "qk"}), *rules.LLAMA)
+HUNYUAN = (*Rule.named("model.layers.#.self_attn.", {
+    "query_layernorm.weight": "attention.q_norm.weight", "key_layernorm.weight": "attention.k_norm.weight"}), *rules.LLAMA)
 INTERNLM = (
     *rules.LLAMA,
-    Rule("model.tok_embeddings.weight", "embedding.weight"),
-    Rule("output.weight", "head.weight"),
+    *Rule.named("", {"model.tok_embeddings.weight": "embedding.weight", "output.weight": "head.weight"}, stem=""),
     *Rule.named("model.layers.#.", {"attention.wqkv.*": ("attention.qkv.*", rules.by_group), "attention.wo.*": "attention.o.*",
         "attention_norm.weight": "attention.pre.weight", "feed_forward.w1.*": "mlp.gate.*", "feed_forward.w3.*": "mlp.up.*",
         "feed_forward.w2.*": "mlp.down.*", "ffn_norm.weight": "mlp.pre.weight"}))
-PERSIMMON = (
-    *Rule.named("model.layers.#.", {"self_attn.query_key_value.*": ("attention.qkv.*", rules.interleaved),
-        "self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
-        "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.dense_h_to_4h.*": "mlp.up.*",
-        "mlp.dense_4h_to_h.*": "mlp.down.*"}),
-    Rule("model.final_layernorm.*", "norm.*"),
-    *rules.LAYER_NORM_LLAMA)
-PHI = (
-    *Rule.named("model.layers.#.", {"self_attn.dense.*": "attention.o.*", "self_attn.q_layernorm.*": "attention.q_norm.*",
-        "self_attn.k_layernorm.*": "attention.k_norm.*", "mlp.fc1.*": "mlp.up.*", "mlp.fc2.*": "mlp.down.*"}),
-    Rule("model.final_layernorm.*", "norm.*"),
-    Rule("lm_head.bias", "head.bias"),
-    *rules.LAYER_NORM_LLAMA)
+_NORMED = (Rule("model.final_layernorm.*", "norm.*"), *Rule.named("model.layers.#.self_attn.", {
+    "dense.*": "attention.o.*", **{f"{one}_layernorm.*": f"attention.{one}_norm.*" for one in "qk"}}), *rules.LAYER_NORM_LLAMA)
+PERSIMMON = (*Rule.named("model.layers.#.", {
+    "self_attn.query_key_value.*": ("attention.qkv.*", rules.interleaved), "mlp.dense_h_to_4h.*": "mlp.up.*",
+    "mlp.dense_4h_to_h.*": "mlp.down.*"}), *_NORMED)
+PHI = (*Rule.named("model.layers.#.", {"mlp.fc1.*": "mlp.up.*", "mlp.fc2.*": "mlp.down.*"}), Rule("lm_head.bias", "head.bias"),
+       *_NORMED)
 PHI3 = (
-    *rules.EMBEDDING,
-    *rules.PRE_NORMS,
+    *rules.EMBEDDING, *rules.PRE_NORMS,
     *Rule.named("model.layers.#.", {"self_attn.qkv_proj.weight": "attention.qkv.weight",
         "self_attn.o_proj.weight": "attention.o.weight", "self_attn.rotary_emb.inv_freq": None,
         "mlp.gate_up_proj.weight": "mlp.gate_up.weight", "mlp.down_proj.weight": "mlp.down.weight"}))
-STABLELM = (
-    Rule("model.layers.#.self_attn.q_layernorm.norms.*.weight", "blocks.#.attention.q_norm.*.weight"),
-    Rule("model.layers.#.self_attn.k_layernorm.norms.*.weight", "blocks.#.attention.k_norm.*.weight"),
-    *rules.LAYER_NORM_LLAMA)
+STABLELM = (*Rule.named("model.layers.#.self_attn.", {
+    f"{one}_layernorm.norms.*.weight": f"attention.{one}_norm.*.weight" for one in "qk"}), *rules.LAYER_NORM_LLAMA)
 STARCODER2 = (
-    *Rule.named("model.layers.#.", {"mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}),
-    *rules.LAYER_NORM_LLAMA)
+    *Rule.named("model.layers.#.", {"mlp.c_fc.*": "mlp.up.*", "mlp.c_proj.*": "mlp.down.*"}), *rules.LAYER_NORM_LLAMA)
 LIKE = (
     Like(("ApertusForCausalLM",), ("apertus",),
          {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,

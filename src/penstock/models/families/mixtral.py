@@ -209,9 +209,7 @@ AFMOE = (
     *Rule.named("model.layers.#.", {"self_attn.gate_proj.*": "attention.gate.*",
         "post_attention_layernorm.weight": "attention.post.weight", "pre_mlp_layernorm.weight": "mlp.pre.weight",
         "post_mlp_layernorm.weight": "mlp.post.weight", "mlp.router.gate.weight": "mlp.router.weight",
-        "mlp.expert_bias": "mlp.correction"}),
-    *rules.EXPERTS,
-    *rules.LLAMA)
+        "mlp.expert_bias": "mlp.correction"}), *EXPERTS)
 GRANITE = (
     *Rule.named("model.layers.#.", {"block_sparse_moe.router.[layer.]weight": "mlp.router.weight",
         "block_sparse_moe.experts.gate_up_proj": ("mlp.experts.gate_up.weight", rules.stacked),
@@ -219,29 +217,17 @@ GRANITE = (
         "block_sparse_moe.input_linear.weight": ("mlp.experts.gate_up.weight", rules.stacked),
         "block_sparse_moe.output_linear.weight": ("mlp.experts.down.weight", rules.stacked),
         "shared_mlp.input_linear.weight": "mlp.shared.gate_up.weight",
-        "shared_mlp.output_linear.weight": "mlp.shared.down.weight"}),
-    *rules.LLAMA)
+        "shared_mlp.output_linear.weight": "mlp.shared.down.weight"}), *rules.LLAMA)
 _SHARED = rules.projections("shared_mlp", "mlp.shared")
 HUNYUAN = (
-    *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", **_SHARED}),
-    *rules.EXPERTS,
-    *llama.HUNYUAN)
-HUNYUAN3 = (
-    *Rule.named("model.layers.#.mlp.", {"router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction",
-        "e_score_correction_bias": "mlp.correction", **_SHARED}),
-    *rules.EXPERTS,
-    *rules.LLAMA)
-ERNIE = (
-    Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
-    Rule("lm_head.bias", "head.bias"),
-    Rule("model.mtp_**", None),
-    *rules.EXPERTS,
-    *rules.LLAMA)
-PHI = (
-    *rules.MIXTRAL_EXPERTS,
-    Rule("model.layers.#.mlp.router.weight", "blocks.#.mlp.router.weight"),
-    Rule("lm_head.bias", "head.bias"),
-    *rules.LAYER_NORM_LLAMA)
+    *Rule.named("model.layers.#.mlp.", {"gate.wg.weight": "mlp.router.weight", **_SHARED}), *rules.EXPERTS, *llama.HUNYUAN)
+HUNYUAN3 = (*Rule.named("model.layers.#.mlp.", {
+    "router.gate.weight": "mlp.router.weight", "expert_bias": "mlp.correction", "e_score_correction_bias": "mlp.correction",
+    **_SHARED}), *EXPERTS)
+ERNIE = (Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "blocks.#.mlp.correction", rules.flat),
+         Rule("lm_head.bias", "head.bias"), Rule("model.mtp_**", None), *EXPERTS)
+PHI = (*rules.MIXTRAL_EXPERTS, Rule("model.layers.#.mlp.router.weight", "blocks.#.mlp.router.weight"),
+       Rule("lm_head.bias", "head.bias"), *rules.LAYER_NORM_LLAMA)
 GLM = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_routed_experts": 128,
        "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1408,
        "attention_out_bias": False}

@@ -9,16 +9,13 @@ TASK = "embed"
 DEFAULTS = {"hidden_activation": "gelu", "classifier_activation": "gelu", "classifier_pooling": "cls",
             "max_position_embeddings": 8192}
 RULES = (
-    Rule("[model.]embeddings.tok_embeddings.weight", "embedding.weight"),
-    Rule("[model.]embeddings.norm.*", "embedding.norm.*"),
+    *Rule.named("[model.]", {"embeddings.tok_embeddings.weight": "embedding.weight", "embeddings.norm.*": "embedding.norm.*",
+        "final_norm.*": "norm.*"}, stem=""),
     *Rule.named("[model.]layers.#.", {
         "attn_norm.*": "attention.pre.*", "attn.Wqkv.*": "attention.qkv.*", "attn.Wo.*": "attention.o.*",
         "mlp_norm.*": "mlp.pre.*", "mlp.Wi.*": "mlp.gate_up.*", "mlp.Wo.*": "mlp.down.*"}),
-    Rule("[model.]final_norm.*", "norm.*"),
-    Rule("head.dense.*", "head.dense.*"),
-    Rule("head.norm.*", "head.norm.*"),
-    Rule("classifier.*", "head.*"),
-    Rule("decoder.*", None))
+    *Rule.named("", {"head.dense.*": "head.dense.*", "head.norm.*": "head.norm.*", "classifier.*": "head.*", "decoder.*": None},
+                stem=""))
 
 
 def spec(config: Config) -> ModelSpec:

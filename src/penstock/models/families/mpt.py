@@ -5,12 +5,11 @@ from penstock.models.family import Config, HeadSpec, MLPSpec, ModelSpec, Rule, p
 ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
 MODEL_TYPES = ("mpt",)
 RULES = (
-    Rule("[transformer.]wte.weight", "embedding.weight"),
+    *Rule.named("", {"[transformer.]wte.weight": "embedding.weight", "[transformer.]norm_f.weight": "norm.weight",
+        "lm_head.weight": "head.weight"}, stem=""),
     *Rule.named("[transformer.]blocks.#.", {"norm_1.weight": "attention.pre.weight", "attn.Wqkv.weight": "attention.qkv.weight",
         "attn.out_proj.weight": "attention.o.weight", "norm_2.weight": "mlp.pre.weight", "ffn.up_proj.weight": "mlp.up.weight",
-        "ffn.down_proj.weight": "mlp.down.weight"}),
-    Rule("[transformer.]norm_f.weight", "norm.weight"),
-    Rule("lm_head.weight", "head.weight"))
+        "ffn.down_proj.weight": "mlp.down.weight"}))
 
 
 def spec(config: Config) -> ModelSpec:

@@ -9,12 +9,8 @@ from penstock.models.family import Config, Like, ModelSpec, RopeScaling, Rule, p
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 MODEL_TYPES = ("olmo2",)
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-RULES = (
-    *rules.EMBEDDING,
-    *rules.ATTENTION,
-    *rules.MLP,
-    Rule("model.layers.#.post_attention_layernorm.weight", "blocks.#.attention.post.weight"),
-    Rule("model.layers.#.post_feedforward_layernorm.weight", "blocks.#.mlp.post.weight"))
+RULES = (*rules.EMBEDDING, *rules.ATTENTION, *rules.MLP, *Rule.named("model.layers.#.", {
+    "post_attention_layernorm.weight": "attention.post.weight", "post_feedforward_layernorm.weight": "mlp.post.weight"}))
 
 
 def spec(config: Config) -> ModelSpec:

@@ -1,20 +1,16 @@
 """OPT: learned positions from 2 on, LayerNorms before each branch, biases."""
 
-from penstock.models.family import Config, EmbeddingSpec, LayerNormSpec, ModelSpec, Rule, parts
+from penstock.models.family import Config, EmbeddingSpec, LayerNormSpec, ModelSpec, Rule, parts, rules
 
 ARCHITECTURES = ("OPTForCausalLM",)
 MODEL_TYPES = ("opt",)
 DEFAULTS = {"activation_function": "relu", "max_position_embeddings": 2048, "tie_word_embeddings": True}
-_DECODER = "[model.]decoder."
-_LAYER = _DECODER + "layers.#."
 RULES = (
-    Rule(_DECODER + "embed_tokens.weight", "embedding.weight"),
-    Rule(_DECODER + "embed_positions.weight", "positions.weight"),
-    *Rule.named(_LAYER, {"self_attn_layer_norm.*": "attention.pre.*", "self_attn.q_proj.*": "attention.q.*",
-        "self_attn.k_proj.*": "attention.k.*", "self_attn.v_proj.*": "attention.v.*", "self_attn.out_proj.*": "attention.o.*",
-        "final_layer_norm.*": "mlp.pre.*", "fc1.*": "mlp.up.*", "fc2.*": "mlp.down.*"}),
-    Rule(_DECODER + "final_layer_norm.*", "norm.*"),
-    Rule("lm_head.weight", "head.weight"))
+    *Rule.named("[model.]decoder.", {"embed_tokens.weight": "embedding.weight", "embed_positions.weight": "positions.weight",
+        "final_layer_norm.*": "norm.*"}, stem=""),
+    *Rule.named("[model.]decoder.layers.#.", {**rules.projections("self_attn", "attention", "qkv"),
+        "self_attn_layer_norm.*": "attention.pre.*", "self_attn.out_proj.*": "attention.o.*", "final_layer_norm.*": "mlp.pre.*",
+        "fc1.*": "mlp.up.*", "fc2.*": "mlp.down.*"}), Rule("lm_head.weight", "head.weight"))
 
 
 def spec(config: Config) -> ModelSpec:

@@ -71,9 +71,7 @@ NEXT = (
     *Rule.named("model.layers.#.linear_attn.", {"in_proj_qkvz.*": "attention.qkvz.*", "in_proj_ba.*": "attention.ba.*",
         "in_proj_qkv.*": "attention.input.*", **{f"in_proj_{name}.*": f"attention.{name}.*" for name in "zba"},
         "conv1d.weight": ("attention.conv.weight", flat), "A_log": "attention.decay", "dt_bias": "attention.step",
-        "norm.weight": "attention.norm.weight", "out_proj.*": "attention.out.*"}),
-    *rules.QWEN_EXPERTS,
-    *rules.LLAMA)
+        "norm.weight": "attention.norm.weight", "out_proj.*": "attention.out.*"}), *rules.QWEN_EXPERTS, *rules.LLAMA)
 _NEXT_SIZES = {**DEFAULTS, "head_dim": 256, "num_key_value_heads": 2, "moe_intermediate_size": 512, "norm_topk_prob": True,
                "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
                "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
