@@ -435,7 +435,7 @@ def panels(x, weight, xs, gains, bias, out, order, starts, tile_expert, tile_pla
             w = tl.reshape(weight.load([expert * parts, column * wide, start]), (parts * wide, deep))
             if gated:
                 v = x + (pick // count).to(tl.int64)[:, None] * stride + (start + rk)[None, :]
-                # What TMA fills with zeros is not to meet NaN.
+                # Zeros that TMA fills in are not to meet NaN.
                 a = tl.load(v, mask=within[:, None] if even else within[:, None] & (start + rk < k)[None, :], other=0.0)
             else:
                 a = x.load([place, start])
