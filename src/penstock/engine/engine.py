@@ -147,7 +147,7 @@ class Engine:
             step_bytes=plan.step_bytes, kv_bytes=plan.layout.nbytes, graph_bytes=plan.graph_bytes, graphs=prepared.graphs,
             graph_seconds=prepared.graph_seconds, compiled=loaded.compiled, compile_seconds=loaded.compile_seconds,
             prefix_caching=cache.sharing, cache_identity=cache.index.model or "", tenant_share=options.cache_tenant_share,
-            kv_events=self.events.describe() if self.events is not None else None, kernels=loaded.kernels,
+            kv_events=self.events.publisher.describe() if self.events is not None else None, kernels=loaded.kernels,
             task=survey.task, labels=list(survey.labels), encoder=survey.whole, pairs=survey.pairs, second=survey.second,
             adapters=self.adapters.start(options.lora_modules), max_loras=options.max_loras if options.enable_lora else 0,
             buckets=list(prepared.buckets), classes=list(classes), step_target=config.step_target, notes=notes)

@@ -74,26 +74,23 @@ class CacheEvents:
         """Events of a cache with this layout and of its tiers. ConfigError if the sockets cannot be opened."""
         self._journal = Journal(layout.page, [_group(group.keep) for group in layout.groups], config.use_int_block_hashes)
         self._whereabouts = Whereabouts(self._journal, tiers) if tiers is not None else None
-        self._publisher = Publisher(config)
+        self.publisher = Publisher(config)
         self.flush()
 
     @property
     def sink(self) -> Sink:
         return self._whereabouts or self._journal
 
-    def describe(self) -> dict[str, Any]:
-        return self._publisher.describe()
-
     def flush(self) -> None:
         if self._whereabouts is not None:
             self._whereabouts.flush()
         events = self._journal.take()
         if events:
-            self._publisher.publish(events)
+            self.publisher.publish(events)
 
     def close(self) -> None:
         self.flush()
-        self._publisher.close()
+        self.publisher.close()
 
 
 def open_events(given: Mapping[str, Any], sharing: bool, layout: CacheLayout, tiers: Hierarchy | None) -> CacheEvents | None:
