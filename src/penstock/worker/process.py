@@ -72,7 +72,7 @@ class Loop:
             # A step that waits for its masks goes on with sums of this engine's ranks, which may not be in others' steps then.
             if self.rank.called and not (self._flying and self._flying[-1].waits):
                 try:
-                    self.rank.follow()
+                    self.rank.worker.follow()
                 except RuntimeError:
                     # At the end of all, other engines' ranks may leave before this one is told to.
                     if not self._inbox.poll(_END_MS):

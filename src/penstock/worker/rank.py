@@ -294,10 +294,6 @@ class Rank:
         """Whether other engines wait for this one at every step."""
         return self._mesh.data is not None
 
-    def follow(self) -> None:
-        """Takes part in a step of theirs, without a token."""
-        self.worker.follow()
-
     def look(self) -> None:
         """A rank of the engine's own process is never lost."""
 
