@@ -23,6 +23,10 @@ class Left:
 
     together, called, renews = True, True, False
 
+    @property
+    def worker(self) -> Left:
+        return self
+
     def follow(self) -> None:
         raise RuntimeError("Connection closed by peer")
 
