@@ -26,6 +26,7 @@ PROMPT = 75
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODELS = {"Llama4Text": "Llama4ForCausalLM", "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel",
           "Gemma3nText": "Gemma3nForCausalLM", "Gemma4Text": "Gemma4ForCausalLM",
+          "Gemma4UnifiedText": "Gemma4UnifiedForCausalLM",
           "Exaone": "LlamaForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 """Model classes that are not called `kind` + ForCausalLM."""
 
@@ -76,6 +77,14 @@ PHIMOE_ROPE = rope("longrope", short_mscale=1.2, long_mscale=1.2, original_max_p
 """Beyond that length transformers takes the short divisors with the long scale; Penstock takes the long ones."""
 GEMMA3_ROPES = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                                     "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}
+GEMMA4 = {"vocab_size_per_layer_input": 203, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+          "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 20,
+          "sliding_window": 19}
+GEMMA4_SHARED = {"hidden_size_per_layer_input": 7, "num_kv_shared_layers": 3}
+GEMMA4_ROPES = {"rope_parameters": {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.6, "rope_theta": 5000.0, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 28}
 MOE = {"moe_intermediate_size": 28, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}
 SHARED = {"shared_expert_intermediate_size": 52}
 DELTA = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 34,
@@ -228,6 +237,18 @@ CASES = [
     Case("gemma3-grouped", "Gemma3Text", {**WIDE, "sliding_window": 30, "final_logit_softcapping": 9.0, "num_hidden_layers": 4,
                                           "sliding_window_pattern": 3, **GEMMA3_ROPES}),
     Case("gemma3-local", "Gemma3Text", {**EVEN, **TIED, "sliding_window": 8}),
+    Case("gemma4-shared", "Gemma4Text", {**ODD, **GEMMA4, **GEMMA4_SHARED, **TIED, "use_double_wide_mlp": True,
+                                         "final_logit_softcapping": 9.0, "num_key_value_heads": 1}),
+    Case("gemma4-inputs", "Gemma4Text", {**EVEN, **GEMMA4, "hidden_size_per_layer_input": 16, "num_hidden_layers": 3,
+                                         "layer_types": None, **GEMMA4_ROPES}),
+    Case("gemma4-reading", "Gemma4Text", {**WIDE, **GEMMA4, **BIASED, **GEMMA4_SHARED, "num_kv_shared_layers": 2,
+                                          "attention_k_eq_v": True, "num_global_key_value_heads": 2}),
+    Case("gemma4-keys", "Gemma4Text", {**WIDE, **GEMMA4, **TIED, **GEMMA4_ROPES, "global_head_dim": 32,
+                                       "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    Case("gemma4-unified", "Gemma4UnifiedText", {**ODD, **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    Case("gemma4-experts", "Gemma4Text", {**EVEN, **GEMMA4, **GEMMA4_EXPERTS, **GEMMA4_SHARED}),
+    Case("gemma4-beside-towers", "Gemma4Text", {**ODD, **GEMMA4, **GEMMA4_EXPERTS, **TIED}, rewrite=partial(
+        foreign.beside_towers, architecture="Gemma4ForConditionalGeneration", model_type="gemma4")),
     Case("phi3-plain", "Phi3", {**ODD, "sliding_window": 30}),
     Case("phi3-partial", "Phi3", {**EVEN, **TIED, "partial_rotary_factor": 0.75}),
     Case("phi3-short", "Phi3", {**EVEN, "original_max_position_embeddings": 256, **LONGROPE}),

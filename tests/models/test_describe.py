@@ -56,6 +56,23 @@ REAL: dict[str, tuple[dict[str, Any], int, int]] = {
                     "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
                                     "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
                                     "sliding_window": 1024}}, 3_880_263_168, 131072),
+    "gemma-4-E2B": ({"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "torch_dtype": "bfloat16",
+                     "text_config": {"model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144,
+                                     "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
+                                     "global_head_dim": 512, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+                                     "num_global_key_value_heads": None, "final_logit_softcapping": 30.0,
+                                     "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7}},
+                    4_628_569_379, 131072),
+    "gemma-4-26B-A4B": ({"architectures": ["Gemma4ForCausalLM"], "hidden_size": 2816, "intermediate_size": 2112,
+                         "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+                         "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+                         "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+                         "use_bidirectional_attention": "vision", "sliding_window": 1024, "max_position_embeddings": 262144,
+                         "final_logit_softcapping": 30.0}, 25_233_141_790, 262144),
+    "gemma-4-12B": ({"architectures": ["Gemma4UnifiedForConditionalGeneration"], "model_type": "gemma4_unified",
+                     "text_config": {"model_type": "gemma4_unified_text", "hidden_size": 3840, "intermediate_size": 15360,
+                                     "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
+                                     "num_global_key_value_heads": 1, "attention_k_eq_v": True}}, 11_907_350_320, 262144),
     "Phi-3-mini-128k": ({"architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192,
                          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064,
                          "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
@@ -136,6 +153,7 @@ def test_real_configs(name: str, tmp_path: Path) -> None:
 def test_what_a_token_uses(tmp_path: Path) -> None:
     """Of a mixture, the experts that it picks: 17B of Llama 4 Scout's parameters, as its name says."""
     (tmp_path / "config.json").write_text(json.dumps(REAL["Llama-4-Scout"][0]))
+    assert 3.8e9 < describe(REAL["gemma-4-26B-A4B"][0]).used < 3.9e9
     scout, dense = describe(read_config(tmp_path)), describe(REAL["SmolLM3-3B"][0])
     assert 17.1e9 < scout.used < 17.3e9 and dense.used == dense.size
 
@@ -144,6 +162,12 @@ def test_windows_and_rotations_by_layer() -> None:
     gemma = describe({**REAL["gemma-3-1b"][0]})
     assert [state.keep for state in gemma.states("bfloat16")][:7] == [Window(512)] * 5 + [Everything()] + [Window(512)]
     assert [attention.rope.theta for attention in gemma.attentions if attention.rope][4:6] == [10000.0, 1000000.0]
+    gemma4 = describe(read_config_of(REAL["gemma-4-E2B"][0]))
+    assert [state.keep for state in gemma4.states("bfloat16")] == ([Window(512)] * 4 + [Everything()]) * 3
+    assert [state.fields[0].shape for state in gemma4.states("bfloat16")][3:5] == [(1, 256), (1, 512)]
+    assert [one.reads for one in gemma4.attentions][14:20] == [None, 13, 13, 13, 13, 14]
+    kinds = {(one.head_size, one.kv_heads, one.keys_only) for one in describe(REAL["gemma-4-26B-A4B"][0]).attentions}
+    assert kinds == {(256, 8, False), (512, 2, True)}
     smol = describe(REAL["SmolLM3-3B"][0])
     assert [attention.rope is None for attention in smol.attentions] == [False, False, False, True] * 9
     field = gemma.states("bfloat16")[0].fields[1]
@@ -208,6 +232,12 @@ def test_refusals(changes: dict[str, Any], words: list[str]) -> None:
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma-4-26B-A4B", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention.*null or vision"),
+    ("gemma-4-26B-A4B", {"num_kv_shared_layers": 30}, "num_kv_shared_layers is 30; possible is a number that leaves"),
+    ("gemma-4-26B-A4B", {"num_kv_shared_layers": 25}, "num_kv_shared_layers is 25"),
+    ("gemma-4-26B-A4B", {"per_layer_config": {"3": 7}}, "per_layer_config.*possible is an object of objects"),
+    ("gemma-4-26B-A4B", {"per_layer_config": [1]}, "per_layer_config.*possible is an object of objects"),
+    ("gemma-4-26B-A4B", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
     ("Qwen2.5-0.5B", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
     ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ("Qwen2.5-0.5B", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
@@ -239,8 +269,9 @@ def test_absent_values_are_those_of_the_configuration_class(kind: str) -> None:
     case, make = next(case for case in CASES if case.kind == kind), getattr(transformers, f"{kind}Config")
     full, named = make(**case.config).to_dict(), {"architectures": [case.model]}
     derived = {"architectures", "model_type", "qk_head_dim", "layer_types", "mlp_layer_types"}
-    # Every file has these: the number of layers for drafting, and the rotation that Ministral 3 is trained with.
-    said = {"num_nextn_predict_layers", *({"rope_parameters"} if kind == "Ministral3" else ())}
+    # Every file has these: the number of layers for drafting, the rotation that Ministral 3 is trained with, and what
+    # transformers makes of Gemma 4's layer_types.
+    said = {"num_nextn_predict_layers", "per_layer_config", *({"rope_parameters"} if kind == "Ministral3" else ())}
     for name in full.keys() - said:
         for given in ({key: value for key, value in full.items() if key != name}, {**full, name: None}):
             if name == "first_k_dense_replace":

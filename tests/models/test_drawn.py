@@ -19,7 +19,7 @@ from tests.models.harness import Runner, open_model
 from tests.sampling import sampled
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-PICKS = ("num_experts_per_tok", "moe_topk", "moe_k")
+PICKS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 MIXED = [case for case in CASES if case.rewrite is None and case.kind not in ("Phimoe", "Llama4Text")
          and any(word in key for key in case.config for word in ("expert", "lora", "linear_num"))]
 KINDS = list(dict.fromkeys(case.kind for case in MIXED))
@@ -61,6 +61,8 @@ def drawn(seed: int) -> tuple[Case, str]:
             new |= {"n_group": 1, "topk_group": 1}
             if new[name] == 12 and case.kind != "Afmoe":
                 new |= {"n_group": 3, "topk_group": 2, picks: draw.randint(1, 8)}
+    if "vocab_size_per_layer_input" in full:  # transformers has no row for other tokens
+        new["vocab_size_per_layer_input"] = max(OPTIONS["vocab_size"])
     # A model without experts must not get some by its class's numbers.
     left = {"hidden_act"} if delta else {"first_k_dense_replace"} if name is None else set()
     # DeepSeek's own V2 would normalise, transformers' does not, and Penstock refuses it.

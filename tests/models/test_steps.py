@@ -14,8 +14,8 @@ from tests.models.harness import Runner, open_model, reference
 
 
 @pytest.mark.parametrize("kernels", ["reference", "default"])
-@pytest.mark.parametrize("name", ["llama-plain", "gemma3-plain", "mistral-narrow", "neox-parallel", "gpt2-plain",
-                                  "olmo2-grouped"])
+@pytest.mark.parametrize("name", ["llama-plain", "gemma3-plain", "gemma4-reading", "mistral-narrow", "neox-parallel",
+                                  "gpt2-plain", "olmo2-grouped"])
 def test_mixed_steps(name: str, kernels: str, tmp_path: Path) -> None:
     make(next(case for case in CASES if case.name == name), tmp_path)
     decoder = open_model(tmp_path, kernels=reference() if kernels == "reference" else bind(detect("cpu"), torch.float32))

@@ -11,6 +11,7 @@ import random
 import shutil
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -206,9 +207,21 @@ def test_every_trained_model_in_stages(name: str, ranks: int, stages: int) -> No
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_shape_of_every_family_in_stages(case: Case, stages: int, tmp_path: Path) -> None:
     make(case, tmp_path)
-    if len(describe(read_config(tmp_path)).blocks) < stages:
-        pytest.skip("it has fewer layers than stages")
+    spec = describe(read_config(tmp_path))
+    if len(spec.blocks) < stages or spec.inputs:
+        pytest.skip("it has fewer layers than stages, or layers with inputs of their own")
     same(tmp_path, 1, stages)
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_stages_of_layers_that_take_what_others_made_are_refused(size: int, tmp_path: Path) -> None:
+    """The keys and values of earlier layers, and inputs that are made with the embedding."""
+    case = next(case for case in CASES if case.name == "gemma4-reading")
+    make(replace(case, config={**case.config, "hidden_size_per_layer_input": size}), tmp_path)
+    same(tmp_path, 2)
+    asked = options(tmp_path, pipeline_parallel_size=2)
+    with pytest.raises(ModelError, match=r"inputs of their own, or read the keys and values.*use tensor_parallel_size"):
+        Engine(asked, rank=Threaded(asked))
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.9, "top_k": 12}, {"repetition_penalty": 1.3},

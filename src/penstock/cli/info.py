@@ -100,6 +100,8 @@ def _describe(spec: "ModelSpec") -> dict[str, Any]:
 
 def _stored(mixer: "AttentionSpec") -> str:
     """The storage of keys and values, on the device and behind it."""
+    if mixer.reads is not None:
+        return f"that of layer {mixer.reads}"
     aged = "" if mixer.aged is None else ", aged behind the device"
     return (mixer.codec.name if mixer.codec is not None else "plain") + aged
 

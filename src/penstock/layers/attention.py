@@ -88,6 +88,12 @@ class AttentionSpec:
     """Ranks that each hold a run of every page's positions."""
     causal: bool = True
     """False: every token sees all of its segment, which has to be the whole prompt; nothing is read from the cache."""
+    reads: int | None = None
+    """The number of an earlier layer whose keys and values it reads: it projects queries alone. None: it has its own."""
+    keys_only: bool = False
+    """There is no projection of values: keys, before their norm and rotation, are the values, too."""
+    value_eps: float = 0.0
+    """Values are divided by the root of their mean square plus this; 0: they are not."""
 
     name = "attention"
 
@@ -99,7 +105,13 @@ class AttentionSpec:
     @property
     def qkv(self) -> LinearSpec:
         q, gate = self._queries("q", 1 + self.paired), (self._queries("gate"),) if self.gate and not self.paired else ()
-        return LinearSpec(self.width, (q, self._keys("k"), self._keys("v"), *gate), self.bias, Split.ROWS)
+        own = () if self.reads is not None else (self._keys("k"),) if self.keys_only else (self._keys("k"), self._keys("v"))
+        return LinearSpec(self.width, (q, *own, *gate), self.bias, Split.ROWS)
+
+    @property
+    def entry(self) -> str:
+        """The path of the first projection, which has the name of its only matrix, or joins several."""
+        return "qkv" if len(self.qkv.outputs) > 1 else "q"
 
     @property
     def output(self) -> LinearSpec:
@@ -119,10 +131,10 @@ class AttentionSpec:
         return replace(self, heads=heads, kv_heads=kv_heads, divided=Divided(ranks, self.heads, self.kv_heads))
 
     def parameters(self, path: str) -> Iterator[Parameter]:
-        yield from self.qkv.parameters(f"{path}.qkv")
+        yield from self.qkv.parameters(f"{path}.{self.entry}")
         if self.norm is not None:
             each = self.norm.whole or self.norm.own
-            for piece in (self._queries("q_norm"), self._keys("k_norm")):
+            for piece in (self._queries("q_norm"), self._keys("k_norm"))[:1 if self.reads is not None else 2]:
                 for parameter in self.norm.norm.parameters(f"{path}.{piece.name}", piece.rows if each else self.head_size):
                     kind = parameter.name.rpartition(".")[2]
                     heads = tuple(Piece(f"{path}.{piece.name}.{i}.{kind}", self.head_size)
@@ -134,6 +146,8 @@ class AttentionSpec:
         yield from self.output.parameters(f"{path}.o")
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
+        if self.reads is not None:
+            return ()
         shape = (self.kv_heads, self.head_size)
         # Where nothing is read from the cache, all layers may share one group.
         keep = Window(self.window) if self.window and self.causal else Everything()
@@ -155,7 +169,7 @@ class Attention(TokenMixer):
 
     def __init__(self, spec: AttentionSpec, path: str, build: Build) -> None:
         self.spec = spec
-        self.qkv = Linear(spec.qkv, f"{path}.qkv", build)
+        self.qkv = Linear(spec.qkv, f"{path}.{spec.entry}", build)
         self.o = Linear(spec.output, f"{path}.o", build)
         self.cos: torch.Tensor | None = None
         self.sin: torch.Tensor | None = None
@@ -169,12 +183,14 @@ class Attention(TokenMixer):
         if spec.norm is not None and spec.norm.fused:
             assert isinstance(spec.norm.norm, RMSNormSpec)
             if spec.norm.norm.weight:
-                self.q_norm, self.k_norm = (build.values.tensor(f"{path}.{name}.weight") for name in ("q_norm", "k_norm"))
+                names = ("q_norm", "k_norm") if spec.reads is None else ("q_norm",) * 2
+                self.q_norm, self.k_norm = (build.values.tensor(f"{path}.{name}.weight") for name in names)
             else:
                 self.q_norm = self.k_norm = torch.ones(spec.head_size, dtype=self.qkv.weight.dtype, device=build.device)
             self.eps, self.offset = spec.norm.norm.eps, spec.norm.norm.offset
         elif spec.norm is not None:
             self._norms = HeadNorm(spec, f"{path}.q_norm", build), HeadNorm(spec, f"{path}.k_norm", build, keys=True)
+        self._ones = torch.ones(spec.head_size, dtype=self.qkv.weight.dtype, device=build.device) if spec.value_eps else None
         self.sinks = build.values.tensor(f"{path}.sinks").float() if spec.sinks else None
         self.slopes = torch.tensor(_own_slopes(spec, build), dtype=torch.float32, device=build.device) if spec.slopes else None
         self._kernels = build.kernels
@@ -218,11 +234,14 @@ class Attention(TokenMixer):
             # Each rank has projected its own tokens; all write the cache, and a query may be anyone's.
             joined = division.whole(joined, ranks)
         tokens = joined.shape[0]
-        qkv = joined.view(tokens, (2 if spec.gate else 1) * heads + 2 * kv_heads, spec.head_size)
+        qkv = joined.view(tokens, joined.shape[1] // spec.head_size, spec.head_size)
         if spec.paired:
             q, gate, k, v = qkv[:, :2 * heads:2], qkv[:, 1:2 * heads:2], *qkv[:, 2 * heads:].chunk(2, 1)
         else:
-            q, k, v, gate = qkv.split((heads, kv_heads, kv_heads, qkv.shape[1] - heads - 2 * kv_heads), 1)
+            keys = 0 if spec.reads is not None else kv_heads
+            values = 0 if spec.keys_only else keys
+            q, k, v, gate = qkv.split((heads, keys, values, qkv.shape[1] - heads - keys - values), 1)
+            v = k if spec.keys_only else v
         if spec.clip:
             qkv.clamp_(-spec.clip, spec.clip)
         cos, sin = self.cos, self.sin
@@ -318,10 +337,15 @@ class Attention(TokenMixer):
 
     def _enter(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, cos: torch.Tensor | None,
                sin: torch.Tensor | None) -> torch.Tensor:
-        """Writes keys and values to the cache, normed and rotated as the queries that it returns."""
+        """Writes keys and values, if it has its own, to the cache, normed and rotated as the queries that it returns."""
         slots, kernels = step.groups[self.group].slots, self._kernels
+        if self.spec.reads is not None:
+            q = self._turned(q, k, step, cos, sin)[0]
+            return self._rotations[0].ops.apply(q.flatten(0, 1), self._rotations[0]).view(q.shape) if self._rotations else q
         if self._context is not None:
             slots = self._stripe.slots(slots, self.k.shape[2])
+        if self._ones is not None:
+            v = kernels.rms_norm(v, self._ones, self.spec.value_eps)
         if self.scales is None:
             return kernels.rope_write(q, k, v, step.positions, slots, self.k, self.v, cos, sin, self.q_norm, self.k_norm,
                                       self.eps, self.offset, self.interleaved)

@@ -146,6 +146,11 @@ class BranchSpec:
     post: NormSpec | None = None
     after: NormSpec | None = None
     """Of the stream with the result added, in whose place it is. The branch is the only one of its stage."""
+    joint: NormSpec | None = None
+    """Of the sum of its stage's branches, of which it is the first."""
+    factor: float = 1.0
+    """The stream with the results of its stage, of which it is the first branch, is multiplied by this; 0: by a learned number,
+    of which a block has one."""
     scale: float = 1.0
     same: bool = False
     """It reads the normed input of its stage's first branch."""
@@ -153,9 +158,11 @@ class BranchSpec:
     """Its result takes the stream's place instead of being added to it. It is the only branch of its stage."""
 
     def parameters(self, path: str) -> Iterator[Parameter]:
-        for name, norm in (("pre", self.pre), ("post", self.post), ("after", self.after)):
+        for name, norm in (("pre", self.pre), ("post", self.post), ("joint", self.joint), ("after", self.after)):
             if norm is not None:
                 yield from norm.parameters(f"{path}.{self.body.name}.{name}", self.body.width)
+        if not self.factor:
+            yield Parameter(f"{path}.factor", (1,), rest=1.0)
         yield from self.body.parameters(f"{path}.{self.body.name}")
 
 
@@ -180,10 +187,12 @@ class BlockSpec:
 
 class Branch:
     def __init__(self, spec: BranchSpec, path: str, build: Build) -> None:
+        self.factor = None if spec.factor == 1.0 else spec.factor or build.values.tensor(f"{path}.factor")
         path = f"{path}.{spec.body.name}"
         self.body: Mixer = spec.body.build(path, build)
         self.pre = build_norm(spec.pre, f"{path}.pre", build) if spec.pre is not None else None
         self.post = build_norm(spec.post, f"{path}.post", build) if spec.post is not None else None
+        self.joint = build_norm(spec.joint, f"{path}.joint", build) if spec.joint is not None else None
         self.after = build_norm(spec.after, f"{path}.after", build) if spec.after is not None else None
         if isinstance(self.pre, RMSNorm):
             self.pre.reader = self.body.reader(spec.body.width)
@@ -236,12 +245,16 @@ class Block:
                 if not branch.same:
                     x, _ = entered(branch.pre, None, residual)
                 delta = delta + branch.leave(x, step, at)
+            if first.joint is not None:
+                delta = first.joint(delta)
             if at is not None:
                 residual, step = step.narrow(residual, at)
             if first.after is not None:
                 delta = first.after.add(delta, residual)[0]
             if first.replaces or first.after is not None:
                 residual, delta = delta, None
+            elif first.factor is not None:
+                residual, delta = (residual + delta) * first.factor, None
         return delta, residual
 
 
@@ -269,7 +282,8 @@ def sums_left(blocks: Sequence[Block], end: Norm | None, ranks: Group | None) ->
     for place, (number, stage) in enumerate(stages):
         after = stages[place + 1] if place + 1 < len(stages) else (len(blocks), None)
         norm, (branch, *others) = after[1][0].pre if after[1] is not None else end, stage
-        plain = branch.post is None and branch.after is None and branch.scale == 1.0 and not branch.replaces
+        changes = branch.post, branch.joint, branch.after, branch.factor
+        plain = all(one is None for one in changes) and branch.scale == 1.0 and not branch.replaces
         if not plain or others or not isinstance(norm, RMSNorm):
             continue
         if ranks is None:

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from penstock.core.state import DTYPE_BYTES, StateSpec
 from penstock.layers.rope import RopeSpec
@@ -89,6 +90,13 @@ def even_unit(length: int) -> int:
     while unit > 1 and (length % unit or length < 16 * unit):
         unit //= 2
     return unit
+
+
+def own_channels(x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's channels, of all on the last axis, filled up with zeros."""
+    piece = Piece("up", x.shape[-1], even_unit(x.shape[-1]))
+    first, last = piece.share(rank, ranks)
+    return F.pad(x[..., first:last], (0, piece.room(ranks) - last + first))
 
 
 def deal(units: int, rank: int, ranks: int) -> tuple[int, int]:

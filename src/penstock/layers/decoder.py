@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from penstock.core.state import StateSpec
+from penstock.layers.attention import AttentionSpec
 from penstock.layers.block import Block, Visiting, build_norm, entered, sums_left
 from penstock.layers.build import Build, Linear, Values
 from penstock.layers.draft_head import Join
@@ -78,11 +79,14 @@ class Decoder:
         self.works, at = Works(), 0
         dtype = str(self.dtype).removeprefix("torch.")
         views = [views[place] for place in self.spec.held(dtype)]
-        for block, spec in zip(self.blocks, self.spec.blocks, strict=True):
+        kept: dict[int, Sequence[StateView]] = {}
+        for number, (block, spec) in enumerate(zip(self.blocks, self.spec.blocks, strict=True), self.spec.first):
             for mixer, described in zip(block.mixers, spec.mixers, strict=True):
-                count = len(described.states(dtype))
-                mixer.attach(views[at:at + count], self.works)
-                at += count
+                own: Sequence[StateView] = views[at:at + len(described.states(dtype))]
+                at += len(own)
+                if isinstance(described, AttentionSpec):
+                    own = kept[number] = own if described.reads is None else kept[described.reads]
+                mixer.attach(own, self.works)
 
     def detach(self) -> None:
         """Lets go of the cache; `attach` must come before the next step."""
@@ -146,8 +150,10 @@ class Decoder:
 
     def _divided(self, step: Step, own: torch.Tensor) -> torch.Tensor:
         """The hidden states of this rank's own tokens."""
-        residual = self.embedding(step.part(own)) if self.embedding is not None else \
+        part = step.part(own)
+        residual = self.embedding(part) if self.embedding is not None else \
             self.entry(len(step.tokens)).index_select(0, own)
+        step.inputs = part.inputs
         if self._taps:
             self.tapped[:len(own)] = self.tapped.index_select(0, own)
         return self._end(*self._through(self.blocks, residual, step), step.runs)
@@ -206,7 +212,8 @@ class Decoder:
     def warm_up_gemms(self, tokens: Iterable[int], rows: Iterable[int]) -> None:
         """Runs every GEMM shape once with each number of tokens, and the head with each number of logits rows, on
         uninitialised memory: a library loads its kernels at their first use, which synchronises the device."""
-        shapes = {linear.shape: linear for linear in self.linears}
+        beside = [self.embedding.layers.projection] if isinstance(self.embedding, Embedding) and self.embedding.layers else []
+        shapes = {linear.shape: linear for linear in (*self.linears, *beside)}
         for count in tokens:
             if isinstance(self.embedding, Join):
                 self.embedding.reduce(torch.empty(count, self.embedding.spec.read, dtype=self.dtype, device=self.device))

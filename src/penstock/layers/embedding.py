@@ -14,6 +14,48 @@ from penstock.quant.scheme import PLAIN
 
 
 @dataclass(frozen=True)
+class LayerInputsSpec:
+    """Inputs of each layer beside the stream (Gemma 3n and 4): (norm(x * matrix / sqrt(width of x)) + sqrt(size) * token's row
+    of a table) / sqrt(2). The table has `tokens` rows; other tokens have the first one. Every rank has all of it."""
+
+    size: int
+    """Of one layer's."""
+    layers: int
+    tokens: int
+    norm: NormSpec
+
+    @property
+    def width(self) -> int:
+        return self.size * self.layers
+
+    def projection(self, width: int) -> LinearSpec:
+        return LinearSpec(width, (Piece("projection", self.width),))
+
+    def parameters(self, width: int) -> Iterator[Parameter]:
+        yield Parameter("inputs.table.weight", (self.tokens, self.width), PLAIN)
+        yield from self.projection(width).parameters("inputs.projection")
+        yield from self.norm.parameters("inputs.norm", self.size)
+
+
+class LayerInputs:
+    """[layers, T, size] of tokens [T] and their embeddings [T, W]."""
+
+    def __init__(self, spec: LayerInputsSpec, width: int, build: Build, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.table = build.values.matrix("inputs.table.weight")
+        self.projection = Linear(spec.projection(width), "inputs.projection", build)
+        self.norm = build_norm(spec.norm, "inputs.norm", build)
+        self._scale = torch.tensor(spec.size**0.5, dtype=dtype).item()
+
+    def __call__(self, tokens: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        own = self.table.ops.gather(torch.where(tokens < spec.tokens, tokens, 0), self.table) * self._scale
+        projected = self.projection(stream, BASE) * stream.shape[1]**-0.5
+        both = self.norm(projected.view(-1, spec.size)).view(own.shape) + own
+        return (both * 2**-0.5).view(-1, spec.layers, spec.size).transpose(0, 1)
+
+
+@dataclass(frozen=True)
 class EmbeddingSpec:
     """Rows of a table times `scale`, plus rows of a table of `positions` learned positions if that is not 0.
 
@@ -26,6 +68,7 @@ class EmbeddingSpec:
     norm: NormSpec | None = None
     types: int = 0
     """Rows of a table of token types, of which the first is added to every token; 0: there is none."""
+    layers: LayerInputsSpec | None = None
     second: int = 0
     """Ids from this one on are the vocabulary's again, for tokens of a pair's second text, to which the second row is added."""
 
@@ -37,13 +80,15 @@ class EmbeddingSpec:
             yield Parameter("types.weight", (self.types, width))
         if self.norm is not None:
             yield from self.norm.parameters("embedding.norm", width)
+        if self.layers is not None:
+            yield from self.layers.parameters(width)
 
     def build(self, build: Build, dtype: torch.dtype) -> "Embedding":
         return Embedding(self, build, dtype)
 
 
 class Embedding:
-    """The stream at its beginning, [T, width]."""
+    """The stream at its beginning, [T, width]. The step gets what layers are given beside it."""
 
     def __init__(self, spec: EmbeddingSpec, build: Build, dtype: torch.dtype) -> None:
         self.weight = build.values.matrix("embedding.weight")
@@ -51,6 +96,7 @@ class Embedding:
         self.types = build.values.tensor("types.weight") if spec.types else None
         self._second = spec.second
         self.norm = build_norm(spec.norm, "embedding.norm", build) if spec.norm is not None else None
+        self.layers = LayerInputs(spec.layers, self.weight.k, build, dtype) if spec.layers is not None else None
         self._first = spec.first_position
         self._scale = torch.tensor(spec.scale, dtype=dtype).item() if spec.round_scale else spec.scale
         self._group = build.group
@@ -74,6 +120,8 @@ class Embedding:
             out = out + self.positions.ops.gather(at, self.positions)
         if self.types is not None:
             out = out + (self.types[0] if later is None else self.types[later.long()])
+        if self.layers is not None:
+            step.inputs = self.layers(tokens, out)
         return out if self.norm is None else self.norm(out)
 
     def _shared(self, tokens: torch.Tensor, group: Group) -> torch.Tensor:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from penstock.core.state import StateSpec
-from penstock.layers.build import Build, Linear, LinearSpec, Mixer, Parameter, Piece, Split, even_unit
+from penstock.layers.block import RMSNorm, RMSNormSpec
+from penstock.layers.build import Build, Linear, LinearSpec, Mixer, Parameter, Piece, Split, even_unit, own_channels
 from penstock.layers.mlp import MLP, MLPSpec
 from penstock.layers.step import Step
 from penstock.ops.experts import Glu, changed
@@ -52,8 +52,10 @@ class ExpertsSpec:
     """Experts for which each rank has room besides its share, for replicas of those that are picked most."""
     slots: int = 0
     """Of one rank's part: experts for which it has room."""
-
-    name = "mlp"
+    norm: RMSNormSpec | None = None
+    """Router and experts norm what they read, each by weights of its own; the router's logits are then divided by the root of
+    the width, and a learned factor of each expert multiplies its weights (Gemma 4)."""
+    name: str = "mlp"
 
     def share(self, ranks: int) -> "ExpertsSpec":
         """Every rank has its share of the channels of all experts, or of the experts."""
@@ -87,6 +89,10 @@ class ExpertsSpec:
         return LinearSpec(self.width, (Piece("shared_gate", 1),))
 
     def parameters(self, path: str) -> Iterator[Parameter]:
+        if self.norm is not None:
+            for name in ("router", "experts"):
+                yield from self.norm.parameters(f"{path}.{name}_norm", self.width)
+            yield Parameter(f"{path}.factors", (self.routing.experts,), rest=1.0)
         yield from self.router.parameters(f"{path}.router")
         if self.routing.corrected:
             yield Parameter(f"{path}.correction", (self.routing.experts,), dtype="float32")
@@ -144,6 +150,9 @@ class Experts(Mixer):
         self.path = f"{path}.experts"
         self.router = Router(spec.router, f"{path}.router", build)
         values = build.values
+        self._norms = [] if spec.norm is None else [
+            RMSNorm(spec.norm, f"{path}.{name}_norm", build) for name in ("router", "experts")]
+        self._factors = None if spec.norm is None else values.tensor(f"{path}.factors").float()
         self.correction = values.tensor(f"{path}.correction") if spec.routing.corrected else None
         self.up, self.down = (values.stack(f"{path}.experts.{name}.weight") for name in ("gate_up", "down"))
         self.up_bias, self.down_bias = (values.tensor(f"{path}.experts.{name}.bias").view(spec.routing.experts, -1)
@@ -228,7 +237,13 @@ class Experts(Mixer):
             pair = self.shared.up.weight, self.shared.down.weight
             if self.up.grouped.joins(len(x), routing.picks, self.up, self.down, pair):
                 routing, shared = self.joined, pair
-        picks, weights = self._route(self.router(x, step), self.correction, routing, *counted)
+        if self._factors is None:
+            picks, weights = self._route(self.router(x, step), self.correction, routing, *counted)
+        else:
+            routed, x = (norm(x) for norm in self._norms)
+            logits = self.router(routed, step) * spec.width**-0.5
+            picks, weights = self._route(logits, self.correction, routing, *counted)
+            weights = weights * self._factors[picks.long()]
         if self._data is not None:
             if ends is None:
                 picks = picks.masked_fill((torch.arange(len(x), device=x.device) >= step.query_start[-1])[:, None],
@@ -289,10 +304,3 @@ def placed(picks: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
         replica = torch.arange(len(picks), dtype=picks.dtype, device=picks.device) % replicas
         at = torch.add(replica[:, None], picks, alpha=replicas)
     return placement.view(-1).index_select(0, at.view(-1)).view(picks.shape)
-
-
-def own_channels(x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's channels, of all on the last axis, filled up with zeros."""
-    piece = Piece("up", x.shape[-1], even_unit(x.shape[-1]))
-    first, last = piece.share(rank, ranks)
-    return F.pad(x[..., first:last], (0, piece.room(ranks) - last + first))

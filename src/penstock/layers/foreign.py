@@ -109,11 +109,8 @@ class ForeignSpec:
 
     def parameters(self, path: str) -> Iterator[Parameter]:
         for name, shape in self.tensors:
-            if len(shape) == 3:  # the matrices of a layer's experts, joined by rows
-                yield Parameter(f"{path}.{name}.weight", (shape[0] * shape[1], shape[2]), PLAIN, decoded=True)
-            else:
-                matrix = len(shape) == 2 and name.endswith(".weight")
-                yield Parameter(f"{path}.{name}", shape or (1,), PLAIN if matrix else None, decoded=matrix)
+            matrix = len(shape) == 2 and name.endswith(".weight")
+            yield Parameter(f"{path}.{name}", shape or (1,), PLAIN if matrix else None, decoded=matrix)
 
     def states(self, dtype: str) -> tuple[StateSpec, ...]:
         return tuple(StateSpec(tuple(Field(name, (each.kv_heads, each.head_size), dtype) for name in "kv"), Everything())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.core.state import StateSpec
-from penstock.layers.build import Activated, Build, Linear, LinearSpec, Mixer, Parameter, Piece, Split, even_unit
+from penstock.layers.build import Activated, Build, Linear, LinearSpec, Mixer, Parameter, Piece, Split, even_unit, own_channels
 from penstock.layers.step import Adapted, Step
 
 
@@ -22,8 +22,9 @@ class MLPSpec:
     bias: bool = False
     output_bias: bool | None = None
     """None: as the rest."""
-
-    name = "mlp"
+    given: bool = False
+    """Not gated: the activation is multiplied by what the layer is given beside the stream (`Step.inputs`)."""
+    name: str = "mlp"
 
     @property
     def input(self) -> LinearSpec:
@@ -64,6 +65,8 @@ class MLP(Mixer):
             spec.input, inner, build, spec.activation, spec.gated)
         self.down = Linear(spec.output, f"{path}.down", build)
         self.up.weight.reader = self.down.weight
+        self._number = int(path.split(".")[1]) if spec.given else -1
+        self._share = (0, 1) if build.group is None else (build.group.rank, build.group.size)
 
     def leave_sum(self) -> bool:
         return self.down.leave_sum()
@@ -71,7 +74,11 @@ class MLP(Mixer):
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         if ends is not None:
             x, step = step.narrow(x, ends)
-        return self.down(self.up(x, step), step)
+        x = self.up(x, step)
+        if self._number >= 0:
+            assert step.inputs is not None
+            x = x * own_channels(step.inputs[self._number], *self._share)
+        return self.down(x, step)
 
 
 class Xielu(Linear):

@@ -75,6 +75,19 @@ class Llama3Scaling(RopeScaling):
 
 
 @dataclass(frozen=True)
+class ProportionalScaling(RopeScaling):
+    """Gemma 4: the first `fraction` of the frequencies of all dimensions of a head, divided by `factor`; the rest is 0."""
+
+    fraction: float
+    factor: float = 1.0
+
+    def frequencies(self, theta: float, dim: int, _max_model_len: int, /) -> torch.Tensor:
+        plain = base_frequencies(theta, dim) / self.factor
+        plain[int(self.fraction * dim // 2):] = 0.0
+        return plain
+
+
+@dataclass(frozen=True)
 class YarnScaling(RopeScaling):
     """YaRN (Peng et al. 2023): interpolation below `beta_slow` turns in the original context, none above `beta_fast`."""
 

@@ -111,6 +111,9 @@ class ModelSpec:
             given = ",".join(map(str, layers))
             raise ModelError(f"pipeline_layers is {given}; it must be {stages} numbers above 0 whose sum is {count}, the "
                              "model's layers")
+        if self.inputs or any(attention.reads is not None for attention in self.attentions):
+            raise ModelError("layers of this model have inputs of their own, or read the keys and values of earlier ones, "
+                             "which a later stage would lack; use tensor_parallel_size in place of pipeline_parallel_size")
         borders = [sum(layers[:i]) for i in range(stages + 1)]
         every = tuple(self.blocks[a:b] for a, b in pairwise(borders))
         ends = stage == stages - 1
@@ -204,6 +207,11 @@ class ModelSpec:
         return self.embedding.second if isinstance(self.embedding, EmbeddingSpec) else 0
 
     @property
+    def inputs(self) -> int:
+        """The width of what layers are given beside the stream (`EmbeddingSpec.layers`)."""
+        return self.embedding.layers.width if isinstance(self.embedding, EmbeddingSpec) and self.embedding.layers else 0
+
+    @property
     def longest(self) -> int:
         """The largest max_model_len, which counts a token of output. An encoder has none."""
         return self.max_positions + self.whole
@@ -269,8 +277,15 @@ class ModelSpec:
             else:
                 schemes += [(f"blocks.{new}.{pattern[layer.end():]}", scheme) for new, old in enumerate(numbers)
                             if self.first + old == int(layer[1])]
+
+        def moved(mixer: MixerSpec) -> MixerSpec:
+            """Reads a layer like the one whose keys and values it read."""
+            if not isinstance(mixer, AttentionSpec) or mixer.reads is None:
+                return mixer
+            return replace(mixer, reads=[self.blocks[old] for old in numbers].index(self.blocks[mixer.reads]))
+
         blocks = tuple(self.blocks[number] for number in numbers)
-        return replace(self, first=0, stages=(), blocks=blocks, schemes=tuple(schemes), away=0)
+        return replace(self, first=0, stages=(), blocks=blocks, schemes=tuple(schemes), away=0).changed(moved)
 
     @property
     def size(self) -> int:

@@ -106,6 +106,8 @@ class Step:
     """Hides keys from the tokens of draft trees."""
     beside: torch.Tensor | None = None
     """[T, width]: of a draft head, the hidden states that go with the tokens; behind its entry, the tokens' embeddings."""
+    inputs: torch.Tensor | None = None
+    """[layers, T, D]: what each layer is given beside the stream, if the model has such inputs."""
 
     def part(self, at: torch.Tensor) -> "Step":
         """This step as the embedding sees it, of the tokens `at` alone."""
@@ -115,8 +117,10 @@ class Step:
         """(x, this step) for the tokens `ends` alone; None: for all."""
         if ends is None:
             return x, self
-        same = self.delta is None and self.runs is None
-        return x.index_select(0, ends), self if same else replace(self, delta=self.delta and self.end_delta, runs=None)
+        if self.delta is None and self.runs is None and self.inputs is None:
+            return x.index_select(0, ends), self
+        inputs = None if self.inputs is None else self.inputs.index_select(1, ends)
+        return x.index_select(0, ends), replace(self, delta=self.delta and self.end_delta, runs=None, inputs=inputs)
 
     def run(self, first: int) -> "Step":
         """This step as a layer sees it that is given a run of its rows, from `first` on."""

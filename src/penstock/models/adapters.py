@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 from penstock.checkpoint.adapter import WEIGHTS, AdapterConfig, digest, read_adapter
 from penstock.checkpoint.tensors import DTYPES, read_header
 from penstock.core.errors import ModelError
-from penstock.layers.build import Parameter, Split
-from penstock.layers.experts import own_channels
+from penstock.layers.build import Parameter, Split, own_channels
 from penstock.layers.spec import ModelSpec
 from penstock.models.rules import Rule, stacked, transposed
 from penstock.ops.lora import MOST_PIECES, Layout, Matrices, padded

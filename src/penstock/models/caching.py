@@ -125,7 +125,10 @@ def applied(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     if asked is None:
         return spec
     name, scales = asked["codec"], asked["scales"]
-    plain = _plain_layers(asked["plain"], spec)
+    # A layer that reads another's keys and values finds them stored as that one's are.
+    reads = [[mixer.reads for mixer in block.mixers if isinstance(mixer, AttentionSpec)] for block in spec.blocks]
+    sources = [next((one for one in ones if one is not None), layer) for layer, ones in enumerate(reads)]
+    plain = {sources[layer] for layer in _plain_layers(asked["plain"], spec)}
     # A delta net's state stays as it is. Tiers would keep it beside aged pages, which nobody has tried.
     kept = (AttentionSpec,) if name == AGED else (AttentionSpec, DeltaSpec)
     others = [mixer for block in spec.blocks for mixer in block.mixers if not isinstance(mixer, kept)]
@@ -134,6 +137,7 @@ def applied(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
                           "(latents, or what transformers' modules run); use auto or the model's dtype")
 
     def changed(mixer: Any, layer: int) -> Any:
+        layer = sources[layer]
         if not isinstance(mixer, AttentionSpec) or layer in plain:
             return mixer
         if name == AGED:

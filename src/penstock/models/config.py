@@ -122,7 +122,7 @@ def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta
     kind = (aliases or {}).get(kind, kind)
     if kind not in _SCALINGS:
         raise where.wrong("rope_type", f"one of {', '.join(_SCALINGS)}")
-    dim = int(head_size * where.number("partial_rotary_factor"))
+    dim = head_size if kind == "proportional" else int(head_size * where.number("partial_rotary_factor"))
     if not 2 <= dim <= head_size:
         raise where.wrong("partial_rotary_factor", f"a fraction that rotates 2 to {head_size} dimensions of a head")
     allowed, make = _SCALINGS[kind]
@@ -180,6 +180,8 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], Callable[[Config, Config, int], rope
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
                lambda where, config, _: ropes.Llama3Scaling(where.number("factor"), where.number("low_freq_factor"),
                                                             where.number("high_freq_factor"), _original(where, config))),
+    "proportional": (("factor",), lambda where, *_: ropes.ProportionalScaling(where.number("partial_rotary_factor"),
+                                                                              where.number("factor", 1.0))),
     "yarn": (("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
               "mscale_all_dim", "truncate"), _yarn),
     "longrope": (("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"), _longrope)}

@@ -18,7 +18,7 @@ from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.foreign import ForeignAttention, ForeignSpec, running, skeleton
 from penstock.layers.spec import ModelSpec
 from penstock.models.config import Config
-from penstock.models.rules import Rule, flat, stacked, text_part
+from penstock.models.rules import Rule, flat, text_part
 
 _KNOWN = {"dropout", "sliding_window", "softcap", "s_aux", "position_ids", "is_causal", "cache_position", "use_cache",
           "output_attentions", "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
@@ -35,8 +35,8 @@ def family(config: Mapping[str, Any]) -> SimpleNamespace | None:
 
     ModelError if its modules cannot be driven."""
     architecture = (config.get("architectures") or [None])[0]
-    if any(config.get(key) for key in EXPERTS) and not config.get("enable_moe_block"):
-        return None  # checkpoints of mixtures differ from modules, but for Gemma 4's
+    if any(config.get(key) for key in EXPERTS):
+        return None  # checkpoints of mixtures differ from modules
     if importlib.util.find_spec("transformers") is None or not isinstance(architecture, str) or config.get("auto_map"):
         return None
     given = {name: value for name, value in config.items() if name != "quantization_config"}
@@ -97,7 +97,6 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
              *(Rule(f"model.{name}[.**]", None) for name in unused), Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
              *(Rule(name, f"blocks.0.foreign.{name}", flat) for name, shape in tensors if not shape),
-             *(Rule(name, f"blocks.0.foreign.{name}.weight", stacked) for name, shape in tensors if len(shape) == 3),
              *(Rule(f"{first}.**", f"blocks.0.foreign.{first}.**") for first in sorted({
                  name.partition(".")[0] for name, _ in tensors})))
     return spec, text_part(rules)

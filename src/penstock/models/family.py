@@ -7,7 +7,7 @@ from typing import Any
 from penstock.layers.attention import AttentionSpec, QueryKeyNorm
 from penstock.layers.block import BlockSpec, BranchSpec, LayerNormSpec, NoNormSpec, RMSNormSpec
 from penstock.layers.build import MixerSpec
-from penstock.layers.embedding import DenseSpec, EmbeddingSpec, HeadSpec
+from penstock.layers.embedding import DenseSpec, EmbeddingSpec, HeadSpec, LayerInputsSpec
 from penstock.layers.latent import LatentAttentionSpec, SparseLatentAttentionSpec
 from penstock.layers.mlp import MLPSpec
 from penstock.layers.rope import RopeScaling, RopeSpec
@@ -20,9 +20,9 @@ from penstock.ops.routing import Routing
 
 __all__ = [
     "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "DenseSpec", "EmbeddingSpec", "Glu", "HeadSpec",
-    "LatentAttentionSpec", "LayerNormSpec", "Like", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec", "QueryKeyNorm",
-    "RMSNormSpec", "RopeScaling", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group", "flat",
-    "interleaved", "parts", "rope", "rules", "transposed"]
+    "LatentAttentionSpec", "LayerInputsSpec", "LayerNormSpec", "Like", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec",
+    "QueryKeyNorm", "RMSNormSpec", "RopeScaling", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group",
+    "flat", "interleaved", "parts", "rope", "rules", "transposed"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ import torch
 from penstock.checkpoint.tensors import DTYPES, TORCH_NAMES, Stored
 from penstock.core.errors import ModelError
 from penstock.core.state import MODEL_DTYPES
+from penstock.layers.attention import AttentionSpec
 from penstock.layers.build import Parameter, Piece, Values
 from penstock.layers.spec import ModelSpec
 from penstock.models.away import Away
@@ -74,7 +75,7 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
         rule, target = _matched(rules, name)
         if target == "" or (target is not None and target.startswith("head.") and target != "head.bias" and spec.head.tied):
             continue
-        if _beyond(name, spec):
+        if _beyond(name, spec) or _unread(target, spec):
             continue
         if rule is None or target not in places:
             unused.append(f"{name} {list(tensor.shape)}")
@@ -119,6 +120,13 @@ def _beyond(name: str, spec: ModelSpec) -> bool:
     """Whether a checkpoint's tensor is of the layers behind the last block."""
     found = _LAYER.match(name) if spec.beyond else None
     return found is not None and len(spec.blocks) <= int(found[1]) < len(spec.blocks) + spec.beyond
+
+
+def _unread(target: str | None, spec: ModelSpec) -> bool:
+    """Whether a target is of the keys or values of a layer that reads another's: published checkpoints have some."""
+    found = re.fullmatch(r"blocks\.([0-9]+)\.attention\.(k|v|k_norm)\..+", target or "")
+    return found is not None and any(isinstance(mixer, AttentionSpec) and mixer.reads is not None
+                                     for block in spec.blocks[int(found[1]):][:1] for mixer in block.mixers)
 
 
 def _misfit(tensor: Stored, part: Part, scheme: Scheme | None, change: Change | None, spec: ModelSpec) -> str | None:

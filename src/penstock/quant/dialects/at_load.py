@@ -27,7 +27,7 @@ def _grouped(bits: int, zeros: str = "") -> Callable[[int], Scheme | None]:
     return _blocks(*(Grouped(bits, group, zeros) for group in (128, 64, 32)))
 
 
-_ENDS = re.compile(r"(output|.*\boutput_layer|.*\brouter\.layer|.*\bgate\.wg)")
+_ENDS = re.compile(r"(output|.*\boutput_layer|.*\brouter\.(layer|proj)|.*\bgate\.wg)")
 """Heads and routers by names that only some families have. Other programs quantize a few of these."""
 _SMALLER = {"q4_k": "q5_0", "q6_k": "q8_0"}
 """llama.cpp's own choice for rows that superblocks of 256 do not fill."""
