@@ -84,6 +84,8 @@ GEMMA4_SHARED = {"hidden_size_per_layer_input": 7, "num_kv_shared_layers": 3}
 GEMMA4_ROPES = {"rope_parameters": {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.6, "rope_theta": 5000.0, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
+GEMMA3N = {**{name: value for name, value in GEMMA4.items() if name != "global_head_dim"}, "laurel_rank": 5,
+           "hidden_size_per_layer_input": 7, "activation_sparsity_pattern": [0.6, 0.95, 0.0, 0.3, 0.0, 0.8]}
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 28}
 MOE = {"moe_intermediate_size": 28, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}
 SHARED = {"shared_expert_intermediate_size": 52}
@@ -237,6 +239,14 @@ CASES = [
     Case("gemma3-grouped", "Gemma3Text", {**WIDE, "sliding_window": 30, "final_logit_softcapping": 9.0, "num_hidden_layers": 4,
                                           "sliding_window_pattern": 3, **GEMMA3_ROPES}),
     Case("gemma3-local", "Gemma3Text", {**EVEN, **TIED, "sliding_window": 8}),
+    Case("gemma3n-plain", "Gemma3nText", {**ODD, **GEMMA3N, **TIED}),
+    Case("gemma3n-shared", "Gemma3nText", {**EVEN, **GEMMA3N, "num_kv_shared_layers": 3, "altup_num_inputs": 2,
+                                           "intermediate_size": [70, 71, 72, 73, 74, 75], "vocab_size_per_layer_input": 150}),
+    Case("gemma3n-active", "Gemma3nText", {**ODD, **GEMMA3N, **BIASED, **ONE_KV, "num_hidden_layers": 5, "layer_types": None,
+                                           "activation_sparsity_pattern": [0.5, 0.9, 0.0, 0.0, 0.3], "altup_active_idx": 2,
+                                           "altup_num_inputs": 3, "altup_correct_scale": False}),
+    Case("gemma3n-beside-towers", "Gemma3nText", {**ODD, **GEMMA3N, **GEMMA3_ROPES, "num_kv_shared_layers": 2}, rewrite=partial(
+        foreign.beside_towers, architecture="Gemma3nForConditionalGeneration", model_type="gemma3n")),
     Case("gemma4-shared", "Gemma4Text", {**ODD, **GEMMA4, **GEMMA4_SHARED, **TIED, "use_double_wide_mlp": True,
                                          "final_logit_softcapping": 9.0, "num_key_value_heads": 1}),
     Case("gemma4-inputs", "Gemma4Text", {**EVEN, **GEMMA4, "hidden_size_per_layer_input": 16, "num_hidden_layers": 3,

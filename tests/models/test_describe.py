@@ -56,6 +56,10 @@ REAL: dict[str, tuple[dict[str, Any], int, int]] = {
                     "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
                                     "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
                                     "sliding_window": 1024}}, 3_880_263_168, 131072),
+    "gemma-3n-E4B": ({"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "torch_dtype": "bfloat16",
+                      "text_config": {"model_type": "gemma3n_text", "intermediate_size": [16384] * 35, "rope_theta": 1000000.0,
+                                      "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "rope_scaling": None,
+                                      "rope_local_base_freq": 10000.0}}, 6_835_235_568, 32768),
     "gemma-4-E2B": ({"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "torch_dtype": "bfloat16",
                      "text_config": {"model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144,
                                      "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
@@ -166,6 +170,10 @@ def test_windows_and_rotations_by_layer() -> None:
     assert [state.keep for state in gemma4.states("bfloat16")] == ([Window(512)] * 4 + [Everything()]) * 3
     assert [state.fields[0].shape for state in gemma4.states("bfloat16")][3:5] == [(1, 256), (1, 512)]
     assert [one.reads for one in gemma4.attentions][14:20] == [None, 13, 13, 13, 13, 14]
+    gemma3n = describe(read_config_of(REAL["gemma-3n-E4B"][0]))
+    assert len(gemma3n.states("bfloat16")) == 20
+    assert [one.reads for one in gemma3n.attentions][19:26] == [None, *[18] * 4, 19, 18]
+    assert [one.rope.theta for one in gemma3n.attentions if one.rope][18:20] == [10000.0, 1000000.0]
     kinds = {(one.head_size, one.kv_heads, one.keys_only) for one in describe(REAL["gemma-4-26B-A4B"][0]).attentions}
     assert kinds == {(256, 8, False), (512, 2, True)}
     smol = describe(REAL["SmolLM3-3B"][0])
@@ -237,6 +245,9 @@ def test_refusals(changes: dict[str, Any], words: list[str]) -> None:
     ("gemma-4-26B-A4B", {"num_kv_shared_layers": 25}, "num_kv_shared_layers is 25"),
     ("gemma-4-26B-A4B", {"per_layer_config": {"3": 7}}, "per_layer_config.*possible is an object of objects"),
     ("gemma-4-26B-A4B", {"per_layer_config": [1]}, "per_layer_config.*possible is an object of objects"),
+    ("gemma-3n-E4B", {"altup_active_idx": 4}, "altup_active_idx is 4; possible is a number below altup_num_inputs"),
+    ("gemma-3n-E4B", {"activation_sparsity_pattern": [1.0] * 35}, "activation_sparsity_pattern.*a share below 1"),
+    ("gemma-3n-E4B", {"intermediate_size": [7] * 3}, "intermediate_size.*a list of 35 values"),
     ("gemma-4-26B-A4B", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
     ("Qwen2.5-0.5B", {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
     ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers"),

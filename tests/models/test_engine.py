@@ -19,7 +19,7 @@ TOKENS = 40
 
 @pytest.mark.parametrize("name", [
     "llama-llama3", "mistral-window", "qwen2-window", "qwen3-window", "gemma2-plain", "gemma3-grouped", "gemma4-shared",
-    "gemma4-experts", "phi3-long",
+    "gemma3n-shared", "gemma4-experts", "phi3-long",
     "olmo2-grouped", "granite-tied", "smollm3-window", "neox-parallel", "gpt2-inner",
     "deepseek3-experts", "deepseek32-long", "gpt-oss-plain", "falcon-alibi", "cohere2-window", "hunyuan-plain",
     "glm5-long", "graniteswa-odd", "mellum-odd", "flint-odd", "cohere2moe-odd"])

@@ -53,7 +53,7 @@ def changes(value: Any) -> Iterator[Any]:
         yield value + "x"
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma2-grouped", "gemma4-shared", "phi3-long",
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma2-grouped", "gemma4-shared", "gemma3n-shared", "phi3-long",
                                   "gpt2-plain"])
 def test_every_leaf_of_a_description_counts(name: str) -> None:
     spec = described(next(case for case in CASES if case.name == name))

@@ -17,7 +17,7 @@ from tests.models import fakes
 from tests.models.families import CASES, PROMPT, make
 from tests.models.harness import CPU, Runner, open_model, reference
 
-ADAPTED = ("llama-tied-biased", "gemma2-plain", "gemma4-shared", "neox-parallel", "gpt2-plain")
+ADAPTED = ("llama-tied-biased", "gemma2-plain", "gemma4-shared", "gemma3n-shared", "neox-parallel", "gpt2-plain")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])

@@ -14,7 +14,8 @@ from tests.models.harness import Runner, open_model, reference
 
 
 @pytest.mark.parametrize("kernels", ["reference", "default"])
-@pytest.mark.parametrize("name", ["llama-plain", "gemma3-plain", "gemma4-reading", "mistral-narrow", "neox-parallel",
+@pytest.mark.parametrize("name", ["llama-plain", "gemma3-plain", "gemma4-reading", "gemma3n-active",
+                                  "mistral-narrow", "neox-parallel",
                                   "gpt2-plain", "olmo2-grouped"])
 def test_mixed_steps(name: str, kernels: str, tmp_path: Path) -> None:
     make(next(case for case in CASES if case.name == name), tmp_path)

@@ -1,5 +1,5 @@
-"""Layers that read the keys and values of earlier ones and have inputs of their own: greedy tokens whatever the route, how the
-cache stores what is read, and quantized matrices."""
+"""Layers that read the keys and values of earlier ones, have inputs of their own and perhaps several streams: greedy tokens
+whatever the route, how the cache stores what is read, quantized matrices, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
+from penstock.config.resolve import resolve
 from penstock.config.schema import EngineOptions
-from penstock.core.errors import ModelError
+from penstock.core.errors import ConfigError, ModelError
 from penstock.core.request import Request
 from penstock.engine.engine import Engine
 from penstock.layers.attention import AttentionSpec
@@ -27,6 +28,7 @@ from penstock.models.caching import KEY
 from penstock.ops.attention import AttentionOps, Geometry, Ints, Span
 from penstock.ops.gpu import Chip
 from penstock.worker import rehearsal
+from penstock.worker.rank import Rank
 from tests.models.families import CASES, make
 from tests.models.harness import CPU, Runner, open_model, reference
 from tests.system.ranks import Threaded, drained
@@ -39,7 +41,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "away": {"offload_weights": "1"}, "half away": {"offload_weights": "0.5"},
     "first layers draft": {"speculate": "layer_skip", "num_speculative_tokens": 3, "draft_policy": "fixed"},
 }
-KINDS = ["gemma4-shared", "gemma4-experts"]
+KINDS = ["gemma4-shared", "gemma4-experts", "gemma3n-shared"]
 
 
 def folder_of(kind: str, folder: Path, **changes: Any) -> Path:
@@ -170,6 +172,19 @@ def test_drafts_read_streams_between_layers(tmp_path: Path) -> None:
     runner.step([(0, prompt[20:])])
     torch.testing.assert_close(decoder.tapped[:len(prompt) - 20], whole[20:], atol=1e-4, rtol=0)
     assert whole.std(0).min() > 0
+    several = open_model(folder_of("gemma3n-shared", tmp_path / "several"))
+    with pytest.raises(ModelError, match="layers of this model have several; use a draft model or ngram"):
+        several.tap([0], 64)
+
+
+def test_streams_are_no_batch_invariant(tmp_path: Path) -> None:
+    asked = EngineOptions(**options(folder_of("gemma3n-shared", tmp_path)))
+    rank = Rank(asked)
+    found = rank.survey()
+    config = resolve(asked, found.max_positions, found.dtype, found.device, found.parameters)
+    with pytest.raises(ConfigError, match="batch_invariant is not possible with a model of several streams"):
+        rank.check(replace(config, batch_invariant=True))
+    rank.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ import torch
 
 from penstock.layers.build import Build, Coming, Mixer, MixerSpec, Parameter
 from penstock.layers.step import Step
+from penstock.layers.streams import Streams, StreamsSpec
 from penstock.ops.linear import Weight
 from penstock.parallel.group import Group, Runs
 
@@ -148,6 +149,8 @@ class BranchSpec:
     """Of the stream with the result added, in whose place it is. The branch is the only one of its stage."""
     joint: NormSpec | None = None
     """Of the sum of its stage's branches, of which it is the first."""
+    keeps: bool = False
+    """Its result has its normed input added."""
     factor: float = 1.0
     """The stream with the results of its stage, of which it is the first branch, is multiplied by this; 0: by a learned number,
     of which a block has one."""
@@ -173,6 +176,8 @@ class BlockSpec:
     ((attention,), (mlp,)) is the usual block, ((attention, mlp),) has a parallel residual (Wang and Komatsuzaki 2021)."""
 
     stages: tuple[tuple[BranchSpec, ...], ...]
+    streams: StreamsSpec | None = None
+    """It has one of several streams. Its last stage, of one branch, reads and adds to them as `Streams.correct` says."""
 
     @property
     def mixers(self) -> list[MixerSpec]:
@@ -183,6 +188,8 @@ class BlockSpec:
         for stage in self.stages:
             for branch in stage:
                 yield from branch.parameters(path)
+        if self.streams is not None:
+            yield from self.streams.parameters(f"{path}.streams")
 
 
 class Branch:
@@ -197,6 +204,7 @@ class Branch:
         if isinstance(self.pre, RMSNorm):
             self.pre.reader = self.body.reader(spec.body.width)
         self.scale = spec.scale
+        self.keeps = spec.keeps
         self.same = spec.same
         self.replaces = spec.replaces
         self.leaves = False
@@ -218,6 +226,8 @@ class Branch:
         out = self.body(x, step, ends)
         if self.post is not None:
             out = self.post(out)
+        if self.keeps:
+            out = out + (x if ends is None else x.index_select(0, ends))
         return out if self.scale == 1.0 else out * self.scale
 
 
@@ -228,11 +238,23 @@ class Block:
         looking = [i for i, stage in enumerate(self.stages) if any(branch.body.looks_around for branch in stage)]
         # From this stage on, nothing looks at another token than its own.
         self._last = max(looking, default=0)
+        self.streams = Streams(spec.streams, f"{path}.streams", build) if spec.streams is not None else None
 
     def __call__(self, delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
                  ends: torch.Tensor | None = None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Takes and gives the stream as (delta, residual), all [T, W]; with `ends` [E], gives it at those tokens alone."""
-        for i, (first, *others) in enumerate(self.stages):
+        """Takes and gives the stream as (delta, residual), all [T, W]; with `ends` [E], gives it at those tokens alone. Several
+        streams are given as (None, all of them)."""
+        if self.streams is None:
+            return self._through(self.stages, delta, residual, step, ends)
+        predicted, (own,) = self.streams.predict(residual), self.stages[-1]
+        delta, result = self._through(self.stages[:-1], None, predicted[:, self.streams.spec.active].clone(), step, ends)
+        predicted, step = step.narrow(predicted, ends)
+        return None, self.streams.correct(predicted, result if delta is None else result + delta,
+                                          lambda active: own.leave(active, step, None))
+
+    def _through(self, stages: Sequence[Sequence[Branch]], delta: torch.Tensor | None, residual: torch.Tensor, step: Step,
+                 ends: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        for i, (first, *others) in enumerate(stages):
             at, runs = ends if i == self._last else None, step.runs
             if runs is not None and at is None and first.leaves and not first.body.looks_around:
                 delta, residual = first.by_runs(delta, residual, step, runs)

@@ -11,6 +11,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from penstock.core.errors import ModelError
 from penstock.core.state import StateSpec
 from penstock.layers.attention import AttentionSpec
 from penstock.layers.block import Block, Visiting, build_norm, entered, sums_left
@@ -21,6 +22,7 @@ from penstock.layers.experts import Experts
 from penstock.layers.rope import RopeSpec
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import BASE, Adapted, StateView, Step, Works
+from penstock.layers.streams import StreamEnds
 from penstock.ops.registry import Kernels
 from penstock.parallel.group import Group, Runs
 from penstock.parallel.lockstep import Lockstep
@@ -48,6 +50,7 @@ class Decoder:
         self.lent = spec.embedding.build(build, dtype) if spec.begins or spec.lends else None
         """The embedding, where it is."""
         self.embedding: Embedding | Join | None = self.lent if spec.begins else None
+        self.streams = StreamEnds(spec.streams, build) if spec.streams is not None else None
         self._away = values.away
         self.blocks = [Block(block, f"blocks.{i}", build) if self._away is None or not spec.leaves(i - spec.first)
                        else Visiting(block, f"blocks.{i}", build, self._away, i)
@@ -104,6 +107,8 @@ class Decoder:
     def tap(self, layers: Sequence[int], tokens: int) -> None:
         """From now on `forward` leaves in `tapped` [tokens, layers x width] what goes into these blocks, of every token of its
         step; no layers: the hidden states after the last norm. A pipeline stage has those of the stages before it, too."""
+        if self.streams is not None:
+            raise ModelError("draft heads read one stream, and layers of this model have several; use a draft model or ngram")
         self._taps = tuple(layers) or (-1,)
         self.tapped = torch.zeros(tokens, len(self._taps) * self.spec.width, dtype=self.dtype, device=self.device)
 
@@ -136,7 +141,7 @@ class Decoder:
                 self.tapped[:len(hidden)] = division.whole(self.tapped[:len(division.own)], self.context)
                 self._tap(-1, None, hidden)
             return hidden if ends is None else hidden.index_select(0, ends)
-        residual = self.entry(len(step.tokens)) if self.embedding is None else self.embedding(step)
+        residual = self.entry(len(step.tokens)) if self.embedding is None else self._begin(self.embedding, step)
         *blocks, last = self.blocks
         end = self.spec.first + len(blocks)
         delta, residual = self._through(blocks, residual, step)
@@ -148,10 +153,13 @@ class Decoder:
         self._tap(-1, None, hidden)
         return hidden if step.ends is None else hidden.index_select(0, step.ends)
 
+    def _begin(self, embedding: Embedding | Join, step: Step) -> torch.Tensor:
+        return embedding(step) if self.streams is None else self.streams.spread(embedding(step))
+
     def _divided(self, step: Step, own: torch.Tensor) -> torch.Tensor:
         """The hidden states of this rank's own tokens."""
         part = step.part(own)
-        residual = self.embedding(part) if self.embedding is not None else \
+        residual = self._begin(self.embedding, part) if self.embedding is not None else \
             self.entry(len(step.tokens)).index_select(0, own)
         step.inputs = part.inputs
         if self._taps:
@@ -178,6 +186,8 @@ class Decoder:
         return Runs(group, tokens, count) if count > 1 else None
 
     def _end(self, delta: torch.Tensor | None, residual: torch.Tensor, runs: Runs | None = None) -> torch.Tensor:
+        if self.streams is not None:
+            residual = self.streams.merge(residual)
         return entered(None if self.spec.drafts else self.norm, delta, residual, runs)[0]
 
     def follow(self) -> None:
@@ -212,7 +222,9 @@ class Decoder:
     def warm_up_gemms(self, tokens: Iterable[int], rows: Iterable[int]) -> None:
         """Runs every GEMM shape once with each number of tokens, and the head with each number of logits rows, on
         uninitialised memory: a library loads its kernels at their first use, which synchronises the device."""
-        beside = [self.embedding.layers.projection] if isinstance(self.embedding, Embedding) and self.embedding.layers else []
+        beside = [] if self.streams is None else self.streams.linears
+        if isinstance(self.embedding, Embedding) and self.embedding.layers is not None:
+            beside = [*beside, self.embedding.layers.projection]
         shapes = {linear.shape: linear for linear in (*self.linears, *beside)}
         for count in tokens:
             if isinstance(self.embedding, Join):

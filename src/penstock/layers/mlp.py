@@ -24,6 +24,9 @@ class MLPSpec:
     """None: as the rest."""
     given: bool = False
     """Not gated: the activation is multiplied by what the layer is given beside the stream (`Step.inputs`)."""
+    cut: tuple[float, int] | None = None
+    """(d, inner width of all ranks): gates lose their mean and d of their standard deviations, before what is negative becomes
+    0 and the activation follows (Gemma 3n)."""
     name: str = "mlp"
 
     @property
@@ -61,8 +64,10 @@ class MLP(Mixer):
 
     def __init__(self, spec: MLPSpec, path: str, build: Build) -> None:
         inner = f"{path}.gate_up" if spec.gated else f"{path}.up"
-        self.up: Linear = Xielu(spec.input, inner, build, f"{path}.act") if spec.activation == "xielu" else Activated(
-            spec.input, inner, build, spec.activation, spec.gated)
+        self.up: Linear = Linear(spec.input, inner, build) if spec.activation == "none" else Xielu(
+            spec.input, inner, build, f"{path}.act") if spec.activation == "xielu" else Cut(
+                spec.input, inner, build, spec.activation, *spec.cut) if spec.cut is not None else Activated(
+                    spec.input, inner, build, spec.activation, spec.gated)
         self.down = Linear(spec.output, f"{path}.down", build)
         self.up.weight.reader = self.down.weight
         self._number = int(path.split(".")[1]) if spec.given else -1
@@ -79,6 +84,23 @@ class MLP(Mixer):
             assert step.inputs is not None
             x = x * own_channels(step.inputs[self._number], *self._share)
         return self.down(x, step)
+
+
+class Cut(Linear):
+    """The gated activation of a projection whose gates are cut (`MLPSpec.cut`)."""
+
+    def __init__(self, spec: LinearSpec, path: str, build: Build, kind: str, deviations: float, inner: int) -> None:
+        super().__init__(spec, path, build)
+        self._kind, self._deviations, self._inner = kind, deviations, inner
+        self._activate, self._group = build.kernels.gated, build.group
+
+    def __call__(self, x: torch.Tensor, step: Adapted) -> torch.Tensor:
+        both = super().__call__(x, step)
+        gates = both[:, :both.shape[1] // 2]
+        sums = torch.stack((gates.float().sum(-1, keepdim=True), gates.float().pow(2).sum(-1, keepdim=True)))
+        mean, square = (sums if self._group is None else self._group.reduce(sums)) / self._inner
+        gates.copy_((gates - mean - self._deviations * (square - mean * mean).clamp(min=0.0).sqrt()).relu())
+        return self._activate(both, self._kind)
 
 
 class Xielu(Linear):

@@ -21,6 +21,7 @@ from penstock.layers.draft_head import JoinSpec
 from penstock.layers.embedding import EmbeddingSpec, HeadSpec
 from penstock.layers.experts import ExpertsSpec
 from penstock.layers.latent import LatentAttentionSpec, SparseLatentAttentionSpec
+from penstock.layers.streams import StreamsSpec
 from penstock.parallel.axis import Place, runs
 from penstock.quant.scheme import Scheme
 
@@ -37,6 +38,8 @@ class ModelSpec:
     norm: NormSpec
     head: HeadSpec
     embedding: EmbeddingSpec | JoinSpec = EmbeddingSpec()
+    streams: StreamsSpec | None = None
+    """Its layers have several streams."""
     beyond: int = 0
     """Layers that a checkpoint stores behind the last block, for drafting; they are no blocks of this model."""
     schemes: tuple[tuple[str, Scheme], ...] = ()
@@ -242,6 +245,8 @@ class ModelSpec:
                     yield replace(parameter, away=True)
                 else:
                     yield parameter
+        for path, linear in self.streams.linears.items() if self.streams is not None else ():
+            yield from linear.parameters(path)
         if self.ends:
             yield from self.norm.parameters("norm", self.width)
             yield from self.head.parameters(self.outputs, self.width)

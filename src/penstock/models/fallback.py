@@ -4,7 +4,6 @@ The modules run once on the meta device: attention calls are seen; what `layers/
 
 import importlib.util
 import json
-import re
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -91,11 +90,8 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
     told = Config({"max_position_embeddings": getattr(given, "max_position_embeddings", None)})  # perhaps by another name
     spec = ModelSpec("", vocabulary, width, told.integer("max_position_embeddings"), (block,), NoNormSpec(),
                      HeadSpec(tied, head.bias is not None, softcap=softcap), EmbeddingSpec())
-    # Checkpoints may have what modules lack, as keys of layers that take another's. A few of the names are expressions.
-    unused = [name for name in getattr(model.base_model, "_keys_to_ignore_on_load_unexpected", None) or ()
-              if re.fullmatch(r"[\w.]+", name)]
     rules = (*(Rule(name, target) for name, target in apart.items()), *(Rule(name, None) for name in ignored),
-             *(Rule(f"model.{name}[.**]", None) for name in unused), Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
+             Rule("model.layers.#.self_attn.rotary_emb.inv_freq", None),
              *(Rule(name, f"blocks.0.foreign.{name}", flat) for name, shape in tensors if not shape),
              *(Rule(f"{first}.**", f"blocks.0.foreign.{first}.**") for first in sorted({
                  name.partition(".")[0] for name, _ in tensors})))

@@ -12,6 +12,7 @@ from penstock.layers.latent import LatentAttentionSpec, SparseLatentAttentionSpe
 from penstock.layers.mlp import MLPSpec
 from penstock.layers.rope import RopeScaling, RopeSpec
 from penstock.layers.spec import ModelSpec
+from penstock.layers.streams import StreamsSpec
 from penstock.models import parts, rules
 from penstock.models.config import ACTIVATIONS, Config, rope
 from penstock.models.rules import Rule, by_group, flat, interleaved, transposed
@@ -21,8 +22,8 @@ from penstock.ops.routing import Routing
 __all__ = [
     "ACTIVATIONS", "AttentionSpec", "BlockSpec", "BranchSpec", "Config", "DenseSpec", "EmbeddingSpec", "Glu", "HeadSpec",
     "LatentAttentionSpec", "LayerInputsSpec", "LayerNormSpec", "Like", "MLPSpec", "MixerSpec", "ModelSpec", "NoNormSpec",
-    "QueryKeyNorm", "RMSNormSpec", "RopeScaling", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "by_group",
-    "flat", "interleaved", "parts", "rope", "rules", "transposed"]
+    "QueryKeyNorm", "RMSNormSpec", "RopeScaling", "RopeSpec", "Routing", "Rule", "SparseLatentAttentionSpec", "StreamsSpec",
+    "by_group", "flat", "interleaved", "parts", "rope", "rules", "transposed"]
 
 
 @dataclass(frozen=True, eq=False)

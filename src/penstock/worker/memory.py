@@ -68,7 +68,8 @@ def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
     projections, their result) and the sampler's float32 copies of the logits."""
     joined = replace(spec, schemes=()).parameters()
     widest = max(parameter.live or parameter.shape[0] for parameter in joined if parameter.name.startswith("blocks."))
-    layer = tokens * (4 * spec.width + 2 * widest + 3 * spec.inputs) * dtype.itemsize
+    streams = 1 if spec.streams is None else spec.streams.count
+    layer = tokens * (4 * streams * spec.width + 2 * widest + 3 * spec.inputs) * dtype.itemsize
     return layer + min(rows, MAX_LOGITS_ROWS) * spec.vocab_size * 4 * 6 + LIST_BYTES
 
 

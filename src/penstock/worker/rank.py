@@ -128,6 +128,9 @@ class Rank:
         """Binds kernels and checks memory before anything is loaded. ConfigError if it does not suffice."""
         if self._loaded is not None:
             return
+        if config.batch_invariant and self._spec.streams is not None:
+            raise ConfigError("batch_invariant is not possible with a model of several streams, as the order of PyTorch's sums "
+                              "in these depends on a step's tokens; leave it out")
         self._kernels = kernels = registry.bind(self._facts, getattr(torch, config.dtype), config.kernels,
                                                 batch_invariant=config.batch_invariant)
         registry.set_threads(config.threads, kernels)

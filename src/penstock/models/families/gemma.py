@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from penstock.models.families import llama
-from penstock.models.family import Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, parts, rope, rules
+from penstock.models.family import Config, EmbeddingSpec, HeadSpec, Like, ModelSpec, RopeSpec, parts, rope, rules
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)
@@ -46,16 +46,22 @@ def gemma2(config: Config) -> ModelSpec:
                        windows=llama.slides(lambda layer: layer % 2 == 0))
 
 
-def gemma3(config: Config) -> ModelSpec:
-    """Queries and keys are normed; sliding layers rotate in their own way: two bases in older configs, two entries today."""
-    config.absent("use_bidirectional_attention", "attn_logit_softcapping")
+def ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
+    """(sliding layers', full layers'): two bases in older configs, two entries today."""
     size, positions = parts.head_size(config), config.integer("max_position_embeddings")
-    given, every = config.values.get("rope_parameters"), config.integer("sliding_window_pattern", 6)
+    given = config.values.get("rope_parameters")
     local = (given.get("sliding_attention") if isinstance(given, dict) else None) or {}
     local = {"rope_theta": config.number("rope_local_base_freq", 10000.0), **local}
-    near = rope(Config({"rope_parameters": local, "max_position_embeddings": positions}), size)
-    far = rope(config, size, layer_type="full_attention", theta=1000000.0)
-    return _sandwiched(config, 0.0, {}, normed="before", turn=near, full={"rope": far}, max_positions=positions,
+    return (rope(Config({"rope_parameters": local, "max_position_embeddings": positions}), size),
+            rope(config, size, layer_type="full_attention", theta=1000000.0))
+
+
+def gemma3(config: Config) -> ModelSpec:
+    """Queries and keys are normed; sliding layers rotate in their own way."""
+    config.absent("use_bidirectional_attention", "attn_logit_softcapping")
+    (near, far), every = ropes(config), config.integer("sliding_window_pattern", 6)
+    return _sandwiched(config, 0.0, {}, normed="before", turn=near, full={"rope": far},
+                       max_positions=config.integer("max_position_embeddings"),
                        windows=llama.slides(lambda layer: (layer + 1) % every != 0))
 
 
