@@ -22,7 +22,7 @@ _GEMMA = {"vocab_size": 199, "vocab_size_per_layer_input": 199, "hidden_size": 4
           "head_dim": 16, "sliding_window": 20, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
           "pad_token_id": 0, "final_logit_softcapping": 20.0}
 _SHARED = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
-FOREIGN = [
+GEMMAS = [
     Case("gemma3n", "Gemma3nText", {**_GEMMA, **_SHARED, "laurel_rank": 4, "intermediate_size": [64] * 6,
                                     "activation_sparsity_pattern": [0.6, 0.6, 0.9, 0.0, 0.0, 0.0]}),
     Case("gemma4", "Gemma4Text", {**_GEMMA, **_SHARED, "global_head_dim": 32, "intermediate_size": 64,
@@ -35,8 +35,11 @@ FOREIGN = [
         "intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True,
         "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}),
     Case("gemma4 wide", "Gemma4Text", {**_GEMMA, "hidden_size": 64, "hidden_size_per_layer_input": 32,
-                                       "num_kv_shared_layers": 2, "global_head_dim": 32, "intermediate_size": 64})]
-"""Families that run through transformers' modules."""
+                                       "num_kv_shared_layers": 2, "global_head_dim": 32, "intermediate_size": 64}),
+    Case("gemma3n wide", "Gemma3nText", {**_GEMMA, "hidden_size": 64, "hidden_size_per_layer_input": 32,
+                                         "num_kv_shared_layers": 2, "laurel_rank": 32, "intermediate_size": [64] * 6,
+                                         "activation_sparsity_pattern": [0.0] * 6})]
+"""Gemma 3n and 4 as their files have them."""
 _MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.9, mscale_all_dim=0.9)
 _HERE = {
     "llama4": ("llama4-interleaved", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "attention_bias": False,
@@ -94,7 +97,7 @@ KINDS = {
     "apertus": "apertus-llama3", "apertus odd": "apertus-plain", "falcon two": "falcon-grouped",
     "glm-dsa": "glm5-long", "afmoe": "afmoe-plain", "xverse": "llama-plain", "exaone": "llama-plain",
 
-    **{kind: name for kind, (name, _) in _HERE.items()}, **{case.name: case.name for case in FOREIGN}}
+    **{kind: name for kind, (name, _) in _HERE.items()}, **{case.name: case.name for case in GEMMAS}}
 """Architectures, perhaps with a word that tells their entries apart, and cases of `families.py`."""
 NEWER = {"deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe", "cohere2moe": "dots1"}
 """Architectures that this version of the gguf package lacks, and those of it that name their tensors so."""
@@ -131,7 +134,7 @@ KEYS = {
 
 
 def case_of(kind: str) -> Case:
-    case = next(case for case in (*CASES, *FOREIGN) if case.name == KINDS[kind])
+    case = next(case for case in (*CASES, *GEMMAS) if case.name == KINDS[kind])
     if kind == "qwen35moe":
         case = replace(case, rewrite=None)
     return replace(case, config={**case.config, **_HERE.get(kind, ("", {}))[1]})
@@ -170,7 +173,7 @@ def convert(folder: Path, kind: str, path: Path, *, absorbed: bool = True, block
 
 def _write(writer: gguf.GGUFWriter, name: str, data: np.ndarray, blocks: str, decoded: bool) -> None:
     plain = data.ndim < 2 or data.shape[-1] % 32 or name.endswith("bias") or any(
-        part in name for part in ("norm", "ffn_gate_inp", "token_embd"))
+        part in name for part in ("norm", "ffn_gate_inp", "token_embd", "altup", "laurel", "per_layer_model_proj"))
     if plain or not blocks:
         writer.add_tensor(name, data)
         return

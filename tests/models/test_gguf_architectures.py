@@ -11,7 +11,7 @@ import torch
 
 from penstock.checkpoint.hub import resolve_folder
 from tests.models.families import PROMPT, make
-from tests.models.gguf_files import FOREIGN, KINDS, case_of, convert
+from tests.models.gguf_files import GEMMAS, KINDS, case_of, convert
 from tests.models.harness import Runner, open_model
 
 SAMPLED = {"llama", "llama mixtral", "mistral3", "llama4", "qwen2moe", "gemma3", "phi2", "phi3", "phimoe", "granitemoe shared",
@@ -19,7 +19,7 @@ SAMPLED = {"llama", "llama mixtral", "mistral3", "llama4", "qwen2moe", "gemma3",
            "stablelm normed", "internlm2", "baichuan", "minicpm", "minicpm3", "deepseek2", "deepseek2 sigmoids",
            "deepseek2 lite", "gpt-oss", "dots1", "hunyuan-moe", "ernie4_5-moe", "nemotron", "exaone4", "exaone-moe", "afmoe",
            "apertus", "falcon two", "glm-dsa", "qwen3next", "qwen3next input", "qwen35", "qwen35moe",
-           "deepseek32", "hy_v3", "mellum", "cohere2moe", *(case.name for case in FOREIGN)}
+           "deepseek32", "hy_v3", "mellum", "cohere2moe", *(case.name for case in GEMMAS)}
 """CI runs these; `make test-all` runs all."""
 
 
@@ -31,7 +31,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("kind", "blocks", "absorbed"), [
     ("deepseek2 wide", "Q8_0", True), ("deepseek2 wide", "Q4_0", False), ("gpt-oss wide", "MXFP4", True),
     ("qwen3next wide", "Q8_0", True), ("qwen35 wide", "Q4_0", True), ("qwen35 halves", "Q8_0", True),
-    ("gemma4 wide", "Q4_0", True), ("gemma4 experts", "Q8_0", True)])
+    ("gemma3n wide", "Q8_0", True), ("gemma4 wide", "Q4_0", True), ("gemma4 experts", "Q8_0", True)])
 def test_blocks_are_what_they_decode_to(kind: str, blocks: str, absorbed: bool, tmp_path: Path) -> None:
     """Latents in halves, and experts with biases, in blocks."""
     make(case_of(kind), tmp_path)
@@ -42,6 +42,9 @@ def test_blocks_are_what_they_decode_to(kind: str, blocks: str, absorbed: bool, 
         decoder = open_model(resolve_folder(str(path)))
         schemes = {scheme.name for _, scheme in decoder.spec.schemes}
         assert (blocks.lower() in schemes) != decoded
+        if kind.startswith("gemma"):
+            stored = {one.stem: one.scheme.name for one in decoder.spec.parameters() if one.scheme and not one.decoded}
+            assert (stored["blocks.5.attention.q" if kind.endswith("wide") else "blocks.5.attention.qkv"] == "plain") == decoded
         found.append(Runner(decoder).prompt(0, list(range(3, 40))))
     torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 

@@ -173,7 +173,8 @@ BLOCK = {
     "ffn_down_exps.bias": "mlp.experts.down.bias"}
 """Names of a block's tensors, perhaps with their endings, and of the parameters that they are."""
 ENDS = {"token_embd": "embedding", "token_embd_norm": "embedding.norm", "position_embd": "positions", "output_norm": "norm",
-         "output": "head"}
+         "output": "head", "per_layer_token_embd": "inputs.table", "per_layer_model_proj": "inputs.projection",
+         "per_layer_proj_norm": "inputs.norm", "altup_proj": "streams.entry.@", "altup_unembd_proj": "streams.exit.@"}
 _MERGED = {"ffn_up": "mlp.gate_up"}
 _SECOND = {"post_attention_norm": "mlp.pre"}
 _DELTA = {**_SECOND, "attn_qkv": "attention.input", "attn_gate": "attention.z", "ssm_beta": "attention.b",
@@ -182,24 +183,15 @@ _DELTA = {**_SECOND, "attn_qkv": "attention.input", "attn_gate": "attention.z", 
           "ssm_in": "attention.input attention.z"}
 """Delta nets. Of two names each takes some rows of the tensor."""
 _GEMMAS = {
-    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
-    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
-    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}, "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm", "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm", "layer_output_scale.weight": "layer_scalar",
-    "altup_correct_coef": "altup.correction_coefs", "altup_correct_scale.weight": "altup.correct_output_scale",
-    "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm", "laurel_l": "laurel.linear_left", "laurel_r": "laurel.linear_right",
-    "laurel_post_norm": "laurel.post_laurel_norm", "token_embd": "model.embed_tokens", "output_norm": "model.norm",
-    "output": "lm_head", "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection", "per_layer_proj_norm": "model.per_layer_projection_norm",
-    "altup_proj": "model.altup_projections.@", "altup_unembd_proj": "model.altup_unembed_projections.@",
-    "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
-    "ffn_gate_up_exps": "experts.gate_up_proj", "ffn_down_exps": "experts.down_proj",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2"}
-"""Gemma 3n's and 4's, in a block and outside, as transformers names them."""
+    "inp_gate": "inputs.up", "proj": "inputs.down", "post_norm": "inputs.post", "layer_output_scale.weight": "factor",
+    "altup_router_norm.weight": "streams.norm", "altup_router.weight": "streams.router",
+    "altup_predict_coef.weight": "streams.predict", "altup_correct_coef.weight": "streams.correct",
+    "altup_correct_scale.weight": "streams.scale", "laurel_l": "laurel.up", "laurel_r": "laurel.down",
+    "laurel_post_norm": "laurel.post", "ffn_gate_inp": "mixture.router", "ffn_gate_inp.scale": "mixture.router_norm.weight",
+    "ffn_down_exps.scale": "mixture.factors", "ffn_gate_up_exps": "mixture.experts.gate_up",
+    "ffn_down_exps": "mixture.experts.@.down", "pre_ffw_norm_2": "mixture.experts_norm", "post_ffw_norm_1": "mlp.post",
+    "post_ffw_norm_2": "mixture.post"}
+"""Gemma 3n's and 4's."""
 _ROWS = {"per_layer_token_embd.weight": "vocab_size_per_layer_input", "blk.0.laurel_l.weight": "laurel_rank"}
 """Tensors whose rows no metadata counts, and config.json's keys for them."""
 _TABLES = "rope_freqs", "rope_factors_long", "rope_factors_short"
@@ -228,18 +220,14 @@ class Architecture:
     """Norms are stored with 1 added."""
     blocks: int = 1 << 30
     """Blocks but those behind the last, which draft."""
-    published: bool = False
-    """Tensors get the names of published checkpoints, all of them in `own`: the family runs through transformers' modules."""
 
     def place(self, name: str) -> str | None:
         """A tensor's parameter, with @ for an expert's number; None: there is none."""
         found = re.fullmatch(r"blk\.([0-9]+)\.(.+)", name)
         table, rest = (ENDS, name) if found is None else ({**BLOCK, **self.own}, found[2])
-        table = {**self.own} if self.published else table
         stem, _, suffix = rest.rpartition(".")
         ours = table.get(rest) or (table[stem] + f".{suffix}" if stem in table else None)
-        blocks = "model.layers" if self.published else "blocks"
-        return ours if found is None or ours is None else f"{blocks}.{found[1]}.{ours}"
+        return ours if found is None or ours is None else f"blocks.{found[1]}.{ours}"
 
 
 def _gemma(value: Values) -> dict[str, Any]:
@@ -345,10 +333,11 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaForCausalLM", norms_up=True), "nemotron": Architecture("NemotronForCausalLM", norms_up=True),
     "gemma2": Architecture("Gemma2ForCausalLM", more=_gemma, norms_up=True),
     "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, norms_up=True),
-    **{name: Architecture(f"G{name[1:]}ForCausalLM", _GEMMAS, {
+    **{name: Architecture(f"G{name[1:]}ForCausalLM", own, {
         "embedding_length_per_layer_input": "hidden_size_per_layer_input", "attention.shared_kv_layers": "num_kv_shared_layers",
-        "altup.active_idx": "altup_active_idx", "altup.num_inputs": "altup_num_inputs"}, more, published=True)
-        for name, more in (("gemma3n", _gemma3n), ("gemma4", _gemma4))},
+        "altup.active_idx": "altup_active_idx", "altup.num_inputs": "altup_num_inputs"}, more)
+        for name, own, more in (("gemma3n", _GEMMAS, _gemma3n), (
+            "gemma4", {**_GEMMAS, "post_ffw_norm": "mlp.joint"}, _gemma4))},
     "granite": Architecture("GraniteForCausalLM", keys=_SCALES, permuted=True),
     "granitemoe": Architecture("GraniteMoeForCausalLM", keys=_SCALES, permuted=True),
     "olmo2": Architecture("Olmo2ForCausalLM", more=lambda value: {
@@ -439,7 +428,7 @@ def renamed(arch: Architecture, entry: Entry) -> list[tuple[str, Entry]]:
         return [(f"{start}{one}{end}", entry) for one in names.split()]
     if name.endswith(("mlp.correction", ".q_norm.weight", ".k_norm.weight", ".conv.weight")):
         return [(name, replace(entry, shape=(math.prod(entry.shape),)))]
-    if name.endswith(("experts.gate_up.weight", "experts.gate_up_proj.weight", "experts.down_proj.weight")):
+    if name.endswith("experts.gate_up.weight"):
         return [(name, replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1])))]
     if "@" not in name:
         return [(name, entry)]
@@ -487,7 +476,7 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
     size, routers = _head_size(value), [name for name in tensors if name.endswith(".ffn_gate_inp.weight")]
     config = {"first_k_dense_replace": min((int(name.split(".")[1]) for name in routers), default=0), "head_dim": size,
               "partial_rotary_factor": (value("rope.dimension_count") or size) / (size or 1), **config}
-    config |= {} if arch.published else _rotation(value)
+    config |= _rotation(value)
     config |= {key: tensors[name][1].shape[0] for name, key in _ROWS.items() if name in tensors}
     listed = [pair for _, entry in tensors.values() for pair in renamed(arch, entry)]
     config |= _facts({name for name, _ in listed}) | arch.more(value)
@@ -496,7 +485,7 @@ def _config(files: Sequence[File]) -> dict[str, Any]:
              or one.name.endswith((".ssm_ba.weight", ".ssm_in.weight"))}
     heads = [config.get("num_attention_heads"), config.get("num_key_value_heads", config.get("num_attention_heads"))]
     config["quantization_config"] = {"quant_method": "gguf", "kinds": kinds, "permuted": heads if arch.permuted else None,
-                                     "norms_up": arch.norms_up, "published": arch.published}
+                                     "norms_up": arch.norms_up}
     if "linear_num_key_heads" in config:
         sizes = (f"linear_{one}" for one in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
         # Qwen3.5's converter sorts heads of values by their place among those of a key.
@@ -513,7 +502,7 @@ def _facts(names: set[str]) -> dict[str, bool]:
     ends = {".".join(name.split(".")[-2:]) for name in names}
     bias, inner = bool(ends & {"q.bias", "qkv.bias", "kv_a.bias"}), "down.bias" in ends
     found = dict.fromkeys(("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias"), bias)
-    keys, values = (sum(name.endswith(f"{one}_proj.weight") for name in names) for one in "kv")
+    keys, values = (sum(name.endswith(f".{one}.weight") for name in names) for one in "kv")
     return found | {"attention_k_eq_v": keys > values, "attention_out_bias": "o.bias" in ends, "mlp_bias": inner,
                     "lm_head_bias": "head.bias" in ends, "use_bias": bias or inner,
                     **dict.fromkeys(("use_qk_norm", "qk_layernorm"), "q_norm.weight" in ends)}

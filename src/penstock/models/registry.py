@@ -96,9 +96,9 @@ def describe(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def rules_of(config: Mapping[str, Any]) -> Sequence[Rule]:
-    """The names of a checkpoint's tensors: those of its family, but in most GGUF files, whose reader knows parameters."""
+    """The names of a checkpoint's tensors: those of its family, but in GGUF files, whose reader knows parameters."""
     given = config.get("quantization_config") or {}
-    return OWN if given.get("quant_method") == "gguf" and not given.get("published") else family_of(config)[1].RULES
+    return OWN if given.get("quant_method") == "gguf" else family_of(config)[1].RULES
 
 
 def stored_as(spec: ModelSpec, rules: Sequence[Rule], config: Mapping[str, Any]) -> ModelSpec:
