@@ -196,14 +196,25 @@ def test_dummy_weights(kind: str, tmp_path: Path) -> None:
     assert len(found[0].outputs[0].token_ids) == 4
 
 
-def test_unused_keys(tmp_path: Path) -> None:
-    """Published checkpoints have some of layers that read another's; anything else that is too much is an error."""
+def test_experts_one_by_one_and_unused_keys(tmp_path: Path) -> None:
+    """As quantized checkpoints have experts; and as published ones have keys of layers that read another's."""
     folder = folder_of("gemma4-experts", tmp_path)
     wanted = Runner(open_model(folder)).prompt(0, list(range(3, 60)))
-    tensors, at = load_file(folder / "model.safetensors"), "model.layers.5.self_attn"
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem, _, part = name.rpartition(".")
+        if part == "gate_up_proj":
+            for i, each in enumerate(tensor):
+                tensors |= {f"{stem}.{i}.{half}_proj.weight": rows.clone() for half, rows in zip(
+                    ("gate", "up"), each.chunk(2), strict=True)}
+        elif part == "down_proj" and stem.endswith("experts"):
+            tensors |= {f"{stem}.{i}.down_proj.weight": each.clone() for i, each in enumerate(tensor)}
+        else:
+            tensors[name] = tensor
+    at = "model.layers.5.self_attn"
     tensors |= {f"{at}.{name}.weight": torch.ones(3) for name in ("k_proj", "v_proj", "k_norm")}
     save_file(tensors, folder / "model.safetensors")
-    assert torch.equal(Runner(open_model(folder)).prompt(0, list(range(3, 60))), wanted)
+    torch.testing.assert_close(Runner(open_model(folder)).prompt(0, list(range(3, 60))), wanted, atol=1e-5, rtol=0)
     save_file({**tensors, f"{at}.q_proj.bias": torch.ones(3)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"unused.*\n.*q_proj.bias"):
         open_model(folder)

@@ -29,6 +29,7 @@ RULES = rules.text_part((
         "router.scale": "mixture.router_norm.weight", "router.per_expert_scale": "mixture.factors",
         "experts.gate_up_proj": ("mixture.experts.gate_up.weight", rules.stacked),
         "experts.down_proj": ("mixture.experts.down.weight", rules.stacked),
+        **rules.projections("experts.@", "mixture.experts.@"),
         "pre_feedforward_layernorm_2.weight": "mixture.experts_norm.weight",
         "post_feedforward_layernorm_1.weight": "mlp.post.weight", "post_feedforward_layernorm_2.weight": "mixture.post.weight",
         "post_feedforward_layernorm.weight": "mlp.joint.weight"}),
