@@ -38,6 +38,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "deep": {"max_num_seqs": 8, "depth": 3, "block_size": 8},
     "tiers": {"max_num_seqs": 6, "max_num_batched_tokens": 16, "block_size": 8, "kv_cache_memory_bytes": 1 << 18,
               "cache_host_bytes": 1 << 21},
+    "two ranks": {"tensor_parallel_size": 2}, "three ranks": {"tensor_parallel_size": 3},
     "away": {"offload_weights": "1"}, "half away": {"offload_weights": "0.5"},
     "first layers draft": {"speculate": "layer_skip", "num_speculative_tokens": 3, "draft_policy": "fixed"},
 }
