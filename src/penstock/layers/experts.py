@@ -81,7 +81,7 @@ class ExpertsSpec:
     def joined(self) -> Routing | None:
         """The routing that has the shared network as experts more, where it is a multiple of one and has nothing of its own."""
         runs, rest = divmod(self.shared_inner, self.inner)
-        own = self.shared_gate or self.shared_bias or self.bias or self.inward or self.dealt
+        own = self.shared_gate or self.shared_bias or self.bias or self.inward or self.dealt or self.norm is not None
         return None if rest or own or not runs else replace(self.routing, shared=runs)
 
     @property
@@ -215,7 +215,7 @@ class Experts(Mixer):
         return *super().linears, *(() if self.shared is None else self.shared.linears)
 
     def reader(self, width: int) -> Weight | None:
-        return self.up.coded or super().reader(width)
+        return None if self._norms else self.up.coded or super().reader(width)
 
     def leave_sum(self) -> bool:
         if self._reduce is None or (self.shared is not None and not self.shared.leave_sum()):
