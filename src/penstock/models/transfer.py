@@ -3,9 +3,10 @@ asynchronously. `models/weights.py` knows what the bytes mean."""
 
 import math
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,29 +24,16 @@ _BUFFERS = 2
 
 
 class Arrival:
-    def __init__(self, chunks: int) -> None:
-        self._missing = chunks
-        self._sent: list[torch.cuda.Event] = []
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+    """The chunks of a transfer, each with the event behind its copy, or None if it was copied at once."""
 
-    def arrived(self, sent: torch.cuda.Event | None, error: BaseException | None) -> None:
-        """Marks one chunk as sent (the event tells when it is there) or failed."""
-        with self._changed:
-            self._missing -= 1
-            self._error = self._error or error
-            if sent is not None:
-                self._sent.append(sent)
-            self._changed.notify_all()
+    def __init__(self, chunks: Sequence[Future[torch.cuda.Event | None]]) -> None:
+        self._chunks = chunks
 
     def wait(self) -> None:
         """Waits until all chunks are sent, and makes the current stream wait for the copies. Raises the first error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._missing == 0)
-        if self._error is not None:
-            raise self._error
-        for event in self._sent:
-            event.wait()
+        for event in [chunk.result() for chunk in self._chunks]:
+            if event is not None:
+                event.wait()
 
 
 class Bytes(NamedTuple):
@@ -71,13 +59,9 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._given_up = False
-        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._own, self._files = threading.local(), list[dict[Path, int]]()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = [threading.Thread(target=self._serve, name="penstock-load", daemon=True)
-                         for _ in range(min(_THREADS, max(2, cores)))]
-        for thread in self._threads:
-            thread.start()
+        self._pool = ThreadPoolExecutor(min(_THREADS, max(2, cores)), "penstock-load", self._begin)
 
     def __enter__(self) -> "Transfer":
         return self
@@ -93,51 +77,35 @@ class Transfer:
         # Chunks of whole runs, where there are several.
         size = _CHUNK if there.run >= len(flat) else max(there.run, _CHUNK // there.run * there.run)
         firsts = range(0, len(flat), size)
-        arrival = Arrival(len(firsts))
-        for first in firsts:
-            begin = there.start + first // there.run * there.pitch + first % there.run
-            self._chunks.put(_Chunk(path, there._replace(start=begin), flat[first:first + size], free, arrival))
-        return arrival
+        begins = (there.start + first // there.run * there.pitch + first % there.run for first in firsts)
+        return Arrival([self._pool.submit(self._carry, path, there._replace(start=begin), flat[first:first + size], free)
+                        for first, begin in zip(firsts, begins, strict=True)])
 
     def close(self, give_up: bool) -> None:
         """Ends the threads when all transfers are done, or with `give_up` after each thread's current chunk."""
-        self._given_up = give_up
-        for _ in self._threads:
-            self._chunks.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown(cancel_futures=give_up)
+        for files in self._files:
+            while files:
+                os.close(files.popitem()[1])
 
-    def _serve(self) -> None:
-        cuda = self._device.type == "cuda"
-        stream = torch.cuda.Stream(self._device) if cuda else None
-        buffers: list[_Buffer] = []
-        files: dict[Path, int] = {}
-        try:
-            while (chunk := self._chunks.get()) is not None:
-                if self._given_up:
-                    continue
-                if len(buffers) < _BUFFERS:
-                    buffers.insert(0, _Buffer(cuda))
-                buffers.append(buffers.pop(0))
-                try:
-                    if chunk.path not in files:
-                        files[chunk.path] = os.open(chunk.path, os.O_RDONLY)
-                    with torch.cuda.stream(stream), torch.inference_mode(torch.is_inference(chunk.target)):
-                        sent = buffers[-1].carry(files[chunk.path], chunk)
-                    chunk.arrival.arrived(sent, None)
-                except BaseException as error:  # noqa: BLE001 (whoever waits for the bytes gets it)
-                    chunk.arrival.arrived(None, error)
-        finally:
-            for file in files.values():
-                os.close(file)
+    def _begin(self) -> None:
+        """Makes what a thread has of its own."""
+        own = self._own
+        own.stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        own.buffers, own.files = deque[_Buffer](), dict[Path, int]()
+        self._files.append(own.files)
 
-
-class _Chunk(NamedTuple):
-    path: Path
-    there: Bytes
-    target: torch.Tensor
-    free: torch.cuda.Event | None
-    arrival: Arrival
+    def _carry(self, path: Path, there: Bytes, target: torch.Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        own = self._own
+        if len(own.buffers) < _BUFFERS:
+            own.buffers.appendleft(_Buffer(own.stream is not None))
+        else:
+            own.buffers.rotate()
+        if path not in own.files:
+            own.files[path] = os.open(path, os.O_RDONLY)
+        with torch.cuda.stream(own.stream), torch.inference_mode(torch.is_inference(target)):
+            sent: torch.cuda.Event | None = own.buffers[0].carry(own.files[path], path, there, target, free)
+            return sent
 
 
 class _Buffer:
@@ -147,24 +115,24 @@ class _Buffer:
         self._memory = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=pinned)
         self._sent: torch.cuda.Event | None = None
 
-    def carry(self, file: int, chunk: _Chunk) -> torch.cuda.Event | None:
-        """Reads the chunk and starts its copy; the event is recorded behind the copy."""
+    def carry(self, file: int, path: Path, there: Bytes, target: torch.Tensor,
+              free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Reads a chunk and starts its copy; the event is recorded behind the copy."""
         if self._sent is not None:
             self._sent.synchronize()
-        size, there = len(chunk.target), chunk.there
+        size = len(target)
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._memory.is_pinned())
         view = self._memory.numpy().data[:size]
         for run, first in enumerate(range(0, size, there.run)):
-            self._read(file, chunk.path, there.start + run * there.pitch, view[first:first + there.run])
-        if chunk.free is None:
-            chunk.target.copy_(self._memory[:size])
+            self._read(file, path, there.start + run * there.pitch, view[first:first + there.run])
+        if free is None:
+            target.copy_(self._memory[:size])
             return None
-        chunk.free.wait()
-        chunk.target.copy_(self._memory[:size], non_blocking=True)
-        self._sent = torch.cuda.current_stream(chunk.target.device).record_event()
+        free.wait()
+        target.copy_(self._memory[:size], non_blocking=True)
+        self._sent = torch.cuda.current_stream(target.device).record_event()
         return self._sent
-
 
     @staticmethod
     def _read(file: int, path: Path, start: int, view: memoryview) -> None:
