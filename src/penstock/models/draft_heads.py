@@ -239,41 +239,35 @@ def usual_taps(layers: int) -> tuple[int, ...]:
 class _Layout:
     """A family's names for the first of its layers for multi-token prediction. # is the number of the target's layers."""
 
-    sign: str
-    """The beginning of the names of tensors that tell that it is there."""
     layer: str
-    entry: tuple[tuple[str, str], ...]
-    """Names and parameters, besides those of the layer."""
+    entry: tuple[str, str, str, str]
+    """Names besides those of the layer, in the order of `_ENTRY`. Tensors of the joining matrix tell that it is there."""
     ignored: tuple[str, ...] = ()
     """Copies of the target's matrices."""
     hidden_first: bool = False
     normed: bool = False
 
 
+_ENTRY = ("entry.embeds.weight", "entry.hidden.weight", "entry.join.*", "norm.weight")
 _LAYOUTS = (
-    _Layout("model.layers.#.eh_proj.", "model.layers.#",
-            (("model.layers.#.enorm.weight", "entry.embeds.weight"), ("model.layers.#.hnorm.weight", "entry.hidden.weight"),
-             ("model.layers.#.eh_proj.*", "entry.join.*"), ("model.layers.#.shared_head.norm.weight", "norm.weight")),
+    _Layout("model.layers.#", ("model.layers.#.enorm.weight", "model.layers.#.hnorm.weight", "model.layers.#.eh_proj.*",
+                               "model.layers.#.shared_head.norm.weight"),
             ("model.layers.#.embed_tokens.weight", "model.layers.#.shared_head.head.weight")),
-    _Layout("model.mtp_layers.0.input_proj.", "model.mtp_layers.0",
-            (("model.mtp_layers.0.token_layernorm.weight", "entry.embeds.weight"),
-             ("model.mtp_layers.0.hidden_layernorm.weight", "entry.hidden.weight"),
-             ("model.mtp_layers.0.input_proj.*", "entry.join.*"),
-             ("model.mtp_layers.0.final_layernorm.weight", "norm.weight")), hidden_first=True, normed=True),
+    _Layout("model.mtp_layers.0", ("model.mtp_layers.0.token_layernorm.weight", "model.mtp_layers.0.hidden_layernorm.weight",
+                                   "model.mtp_layers.0.input_proj.*", "model.mtp_layers.0.final_layernorm.weight"),
+            hidden_first=True, normed=True),
     # The target's last norm is this layer's too.
-    _Layout("model.mtp_linear_proj.0.", "model.mtp_block.0",
-            (("model.mtp_emb_norm.0.weight", "entry.embeds.weight"), ("model.mtp_hidden_norm.0.weight", "entry.hidden.weight"),
-             ("model.mtp_linear_proj.0.*", "entry.join.*"), ("model.norm.weight", "norm.weight"))),
-    _Layout("mtp.fc.", "mtp.layers.0",
-            (("mtp.pre_fc_norm_embedding.weight", "entry.embeds.weight"), ("mtp.fc.*", "entry.join.*"),
-             ("mtp.pre_fc_norm_hidden.weight", "entry.hidden.weight"), ("mtp.norm.weight", "norm.weight")), normed=True))
+    _Layout("model.mtp_block.0", ("model.mtp_emb_norm.0.weight", "model.mtp_hidden_norm.0.weight", "model.mtp_linear_proj.0.*",
+                                  "model.norm.weight")),
+    _Layout("mtp.layers.0", ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.*",
+                             "mtp.norm.weight"), normed=True))
 """DeepSeek V3 and GLM 4.5; MiMo; Ernie 4.5; Qwen3-Next and 3.5."""
 
 
 def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead | None:
     """The layer for multi-token prediction inside a target's checkpoint; None if it has none."""
     tensors, number = read_headers(folder), str(len(target.blocks))
-    layout = next((one for one in _LAYOUTS for sign in (one.sign.replace("#", number),)
+    layout = next((one for one in _LAYOUTS for sign in (one.entry[2].replace("#", number).rstrip("*"),)
                    if any(name.startswith(sign) for name in tensors)), None)
     if layout is None:
         return None
@@ -286,10 +280,10 @@ def mtp(folder: Path, config: Mapping[str, Any], target: ModelSpec) -> DraftHead
     spec = ModelSpec("mtp", target.vocab_size, target.width, target.max_positions, (block,), norm,
                      replace(target.head, borrowed=True),
                      JoinSpec(target.width, target.width, embeds_norm=norm, hidden_norm=norm, hidden_first=layout.hidden_first))
-    found = (*(Rule(source.replace("#", number), parameter) for source, parameter in layout.entry),
+    found = (*(Rule(source.replace("#", number), parameter) for source, parameter in zip(layout.entry, _ENTRY, strict=True)),
              *(Rule(source.replace("#", number), None) for source in layout.ignored),
              *(replace(rule, source=f"{stem}.{rule.source.partition('layers.#.')[2]}",
                        target=rule.target and rule.target.replace("blocks.#", "blocks.0"))
                for rule in family.RULES if "layers.#." in rule.source))
-    stems = (f"{stem}.", *(source.replace("#", number).rstrip("*") for source, _ in layout.entry))
+    stems = (f"{stem}.", *(source.replace("#", number).rstrip("*") for source in layout.entry))
     return DraftHead("mtp", folder, config, stored_as(spec, found, config), found, stems, normed=layout.normed)
