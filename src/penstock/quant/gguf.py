@@ -46,8 +46,7 @@ def _words(block: torch.Tensor, first: int, last: int, size: int) -> torch.Tenso
 def _fields(values: torch.Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 1) -> torch.Tensor:
     """Of each run of `width` values the field at the first shift, then at the second ...: [..., m] -> [..., m * shifts]."""
     by = torch.tensor(tuple(shifts), dtype=values.dtype, device=values.device)[:, None]
-    found: torch.Tensor = ((values.unflatten(-1, (-1, 1, width)) >> by) & mask).flatten(-3)
-    return found
+    return (_groups(values, width)[..., None, :] >> by & mask).flatten(-3)
 
 
 _NIBBLES = (0, 4)
@@ -61,21 +60,17 @@ def _five(block: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _groups(values: torch.Tensor, size: int) -> torch.Tensor:
-    found: torch.Tensor = values.unflatten(-1, (-1, size))
-    return found
+    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)
 
 
-def _coded(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def _coded(name: str, block: torch.Tensor) -> torch.Tensor:
     """Of a type that `ops/gguf_codes.py` takes apart."""
-    def decode(block: torch.Tensor) -> torch.Tensor:
-        rows = block.reshape(-1, block.shape[-1])
-        codes, (heads, small) = gguf_codes.codes(name, rows), gguf_codes.numbers(name, rows)
-        scale, shift = gguf_codes.scales(name, heads, small)
-        numbers = codes.view(torch.int8).float() if name == "q8_0" else codes.float() - gguf_codes.MIDDLES.get(name, 0)
-        found = scale[..., None] * _groups(numbers, numbers.shape[-1] // scale.shape[-1])
-        return (found if shift is None else found + shift[..., None]).reshape(*block.shape[:-1], -1)
-
-    return decode
+    rows = block.reshape(-1, block.shape[-1])
+    codes, (heads, small) = gguf_codes.codes(name, rows), gguf_codes.numbers(name, rows)
+    scale, shift = gguf_codes.scales(name, heads, small)
+    numbers = codes.view(torch.int8).float() if name == "q8_0" else codes.float() - gguf_codes.MIDDLES.get(name, 0)
+    found = scale[..., None] * _groups(numbers, numbers.shape[-1] // scale.shape[-1])
+    return (found if shift is None else found + shift[..., None]).reshape(*block.shape[:-1], -1)
 
 
 def _q2_k(block: torch.Tensor) -> torch.Tensor:
@@ -155,8 +150,7 @@ def _grid(name: str, device: torch.device) -> torch.Tensor:
 
 def _signs(bits: torch.Tensor) -> torch.Tensor:
     """1 or -1 for each bit of the bytes [..., m]: [..., m, 8]."""
-    found: torch.Tensor = 1 - 2 * _fields(bits, range(8), 1).float().unflatten(-1, (-1, 8))
-    return found
+    return _groups(_fields(bits, range(8), 1), 8).float().mul_(-2).add_(1)
 
 
 def _even_signs(codes: torch.Tensor) -> torch.Tensor:
@@ -227,17 +221,15 @@ def _iq1_m(block: torch.Tensor) -> torch.Tensor:
 
 
 KINDS = {
-    "q4_0": Kind(32, 18, _coded("q4_0")), "q4_1": Kind(32, 20, _coded("q4_1")),
+    **{name: Kind(256 if name.endswith("_k") else 32, nbytes, partial(_coded, name))
+       for name, (_, nbytes) in gguf_codes.BYTES.items()},
     "q5_0": Kind(32, 22, lambda block: _half(block, 0) * (_five(block, 2) - 16)),
     "q5_1": Kind(32, 24, lambda block: _half(block, 0) * _five(block, 4) + _half(block, 2)),
-    "q8_0": Kind(32, 34, _coded("q8_0")), "q2_k": Kind(256, 84, _q2_k), "q3_k": Kind(256, 110, _q3_k),
-    "q4_k": Kind(256, 144, _coded("q4_k")), "q5_k": Kind(256, 176, _coded("q5_k")),
-    "q6_k": Kind(256, 210, _coded("q6_k")),
-    "iq2_xxs": Kind(256, 66, _iq2_xxs), "iq2_xs": Kind(256, 74, _iq2_xs), "iq3_xxs": Kind(256, 98, _iq3_xxs),
-    "iq1_s": Kind(256, 50, _iq1_s), "iq4_nl": Kind(32, 18, _iq4_nl), "iq3_s": Kind(256, 110, _iq3_s),
-    "iq2_s": Kind(256, 82, _iq2_s), "iq4_xs": Kind(256, 136, _iq4_xs), "iq1_m": Kind(256, 56, _iq1_m),
-    "tq1_0": Kind(256, 54, _tq1_0), "tq2_0": Kind(256, 66, _tq2_0), "mxfp4": Kind(32, 17, _mxfp4),
-    "nvfp4": Kind(64, 36, _nvfp4)}
+    "q2_k": Kind(256, 84, _q2_k), "q3_k": Kind(256, 110, _q3_k), "iq1_s": Kind(256, 50, _iq1_s), "iq1_m": Kind(256, 56, _iq1_m),
+    "iq2_xxs": Kind(256, 66, _iq2_xxs), "iq2_xs": Kind(256, 74, _iq2_xs), "iq2_s": Kind(256, 82, _iq2_s),
+    "iq3_xxs": Kind(256, 98, _iq3_xxs), "iq3_s": Kind(256, 110, _iq3_s), "iq4_nl": Kind(32, 18, _iq4_nl),
+    "iq4_xs": Kind(256, 136, _iq4_xs), "tq1_0": Kind(256, 54, _tq1_0), "tq2_0": Kind(256, 66, _tq2_0),
+    "mxfp4": Kind(32, 17, _mxfp4), "nvfp4": Kind(64, 36, _nvfp4)}
 """Every type of blocks by its name in lower case."""
 
 
