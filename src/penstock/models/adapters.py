@@ -19,7 +19,7 @@ from penstock.checkpoint.tensors import DTYPES, read_header
 from penstock.core.errors import ModelError
 from penstock.layers.build import Parameter, Split, own_channels
 from penstock.layers.spec import ModelSpec
-from penstock.models.rules import Rule, stacked, transposed
+from penstock.models.rules import Rule, matched, stacked, transposed
 from penstock.ops.lora import MOST_PIECES, Layout, Matrices, padded
 from penstock.parallel.axis import Place
 from penstock.parallel.group import Group
@@ -338,9 +338,8 @@ class _Form:
 
     def _find(self, module: str) -> tuple[str, int, Rule | None, str]:
         """(path, piece, the rule that names it, or else why it cannot be)."""
-        name = f"{module}.weight"
         reader = self._reader
-        rule, target = next(((rule, target) for rule in reader.rules if (target := rule.match(name)) is not None), (None, ""))
+        rule, target = matched(reader.rules, f"{module}.weight")
         if target in reader.named:
             return *reader.named[target], rule, ""
         known = any(target in (one.name, *(piece.name for piece in one.pieces)) for one in self._spec.parameters())

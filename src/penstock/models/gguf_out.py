@@ -11,6 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.layers.mlp import MLPSpec
 from penstock.models.quantized import plain
 from penstock.models.registry import describe, rules_of
+from penstock.models.rules import matched
 from penstock.models.weights import Progress
 from penstock.quant.gguf import GGUF
 
@@ -40,7 +41,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
         for name, stored in raw.items():
             matrix = schemes.get(name)
             kind = matrix.name if isinstance(matrix, GGUF) else _PLAIN[checkpoint.view(stored).dtype]
-            parameter = next((found for rule in rules_of(given) if (found := rule.match(name)) is not None), "")
+            parameter = matched(rules_of(given), name)[1]
             listed.append((gguf_writing.name_of(arch, name, parameter), stored.shape, kind if len(stored.shape) > 1 else "f32"))
 
         def data() -> Iterator[memoryview]:
@@ -86,8 +87,7 @@ def _arranged(tensor: torch.Tensor, name: str, heads: Mapping[str, Any]) -> torc
     part = name.rsplit(".", 2)[-2]
     if part not in heads:
         return tensor
-    found: torch.Tensor = tensor.unflatten(0, (int(heads[part]), 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    return found
+    return tensor.reshape(int(heads[part]), 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -56,6 +56,11 @@ OWN = (Rule("**", "**"),)
 """For checkpoints whose tensors have the names of parameters."""
 
 
+def matched(rules: Sequence[Rule], *names: str) -> tuple[Rule | None, str]:
+    """The first rule that matches the first of a checkpoint's names, or else the next one, and its target; None: none does."""
+    return next(((rule, target) for name in names for rule in rules if (target := rule.match(name)) is not None), (None, ""))
+
+
 def usual(rules: Sequence[Rule], parameter: str) -> str | None:
     """The usual checkpoint name of a parameter or of one of its pieces; None if no rule names it."""
     return next((found for rule in rules if (found := rule.name_of(parameter)) is not None), None)

@@ -17,7 +17,7 @@ from penstock.checkpoint.tensors import TORCH_NAMES, Stored, read_headers
 from penstock.core.errors import ModelError
 from penstock.layers.build import Parameter, Piece
 from penstock.layers.spec import ModelSpec
-from penstock.models.rules import Change, Rule, usual
+from penstock.models.rules import Change, Rule, matched, usual
 from penstock.quant.form import Form, Reader
 from penstock.quant.scheme import Scheme
 
@@ -259,17 +259,12 @@ class Translated(Checkpoint):
 def _form_of(module: str, rules: Sequence[Rule], reader: Reader,
              shapes: dict[str, tuple[Parameter | Piece, int]]) -> tuple[Form, Change | None, int, int] | None:
     # A checkpoint of a bare backbone leaves out the prefix. Readers know a language model beside towers by its names alone.
-    for name in (f"{module}.weight", module, f"model.{module}.weight"):
-        for rule in rules:
-            target = rule.match(name)
-            if target is not None:
-                if target not in shapes:
-                    return None
-                one, k = shapes[target]
-                form = _form(reader, module.replace("language_model.", ""), one, k)
-                change = None if reader.arranged else rule.change
-                return None if form is None else (form, change, _rows(one), k)
-    return None
+    rule, target = matched(rules, f"{module}.weight", module, f"model.{module}.weight")
+    if rule is None or target not in shapes:
+        return None
+    one, k = shapes[target]
+    form = _form(reader, module.replace("language_model.", ""), one, k)
+    return None if form is None else (form, None if reader.arranged else rule.change, _rows(one), k)
 
 
 def _misfits(name: str, module: _Module, spec: ModelSpec) -> Iterator[str]:

@@ -22,7 +22,7 @@ from penstock.layers.attention import AttentionSpec
 from penstock.layers.build import Parameter, Piece, Values
 from penstock.layers.spec import ModelSpec
 from penstock.models.away import Away
-from penstock.models.rules import Change, Rule, usual
+from penstock.models.rules import Change, Rule, matched, usual
 from penstock.models.shares import Cut, Shares, Source, stored
 from penstock.models.transfer import Arrival, Bytes, Transfer
 from penstock.models.translated import Checkpoint, stored_dtype
@@ -105,11 +105,10 @@ def _matched(rules: Sequence[Rule], name: str) -> tuple[Rule | None, str | None]
     # A checkpoint of a bare backbone leaves out the prefix.
     for asked, ending in ((name, ""), (f"model.{name}", ""), (f"{stem}.weight", suffix), (f"model.{stem}.weight", suffix),
                           (stem, suffix)):
-        for rule in rules:
-            target = rule.match(asked)
-            if target is not None:
-                fits = not ending or not target or target.endswith(".weight")
-                return (rule, target if not ending or not target else f"{target[:-6]}{ending}") if fits else (None, None)
+        rule, target = matched(rules, asked)
+        if rule is not None:
+            fits = not ending or not target or target.endswith(".weight")
+            return (rule, target if not ending or not target else f"{target[:-6]}{ending}") if fits else (None, None)
     return None, None
 
 
