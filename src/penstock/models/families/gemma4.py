@@ -72,16 +72,16 @@ def given(config: Config, **more: Any) -> BranchSpec:
     return BranchSpec(replace(mlp, gated=False, given=True, name="inputs"), post=parts.rms_norm(config), **more)
 
 
-def _overrides(config: Config, kinds: Sequence[bool]) -> dict[str, dict[str, Any]]:
+def _overrides(config: Config, kinds: Sequence[bool]) -> dict[int, dict[str, Any]]:
     """Values that layers have otherwise than the config says, by their numbers: `per_layer_config`, as transformers writes it,
     or those of full layers, as published."""
     full = {"head_dim": config.integer("global_head_dim", 512)}
     if config.flag("attention_k_eq_v", False) and "num_global_key_value_heads" in config.values:
         full["num_key_value_heads"] = config.integer("num_global_key_value_heads")
     found = config.values.get("per_layer_config", {str(i): full for i, sliding in enumerate(kinds) if not sliding})
-    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+    if not isinstance(found, dict) or not all(name.isdecimal() and isinstance(one, dict) for name, one in found.items()):
         raise config.wrong("per_layer_config", "an object of objects, by the numbers of layers")
-    return found
+    return {int(number): one for number, one in found.items()}  # transformers writes "05" where there are 10 layers or more
 
 
 def spec(config: Config) -> ModelSpec:
@@ -92,7 +92,7 @@ def spec(config: Config) -> ModelSpec:
     kinds[-1] = False  # whatever the config says, as in transformers
     others, wide, blocks = _overrides(config, kinds), 1 + config.flag("use_double_wide_mlp", False), []
     for layer, (sliding, reads) in enumerate(zip(kinds, sources(config, kinds), strict=True)):
-        own = config.changed(**others.get(str(layer), {}))
+        own = config.changed(**others.get(layer, {}))
         turn = rope(own, parts.head_size(own), layer_type="sliding_attention" if sliding else "full_attention")
         mlp = parts.gated_mlp(own, activation=named)
         mlp = mlp if reads is None else replace(mlp, inner=wide * mlp.inner)
