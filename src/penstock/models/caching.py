@@ -1,13 +1,14 @@
 """Chooses each layer's codec of keys and values, by the options or the checkpoint, and how far recurrent states can go back."""
 
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.tensors import Stored, read_headers
+import torch
+
+from penstock.checkpoint.tensors import DTYPES, Stored, read_headers
 from penstock.config.resolve import CacheAsked
 from penstock.core.errors import ConfigError, ModelError
 from penstock.layers.attention import AttentionSpec
@@ -102,15 +103,12 @@ def stored(tensors: Mapping[str, Stored]) -> dict[str, list[float]]:
 
 def _number(tensor: Stored) -> float:
     """A stored scale. Scales of several heads count as the largest, which none of them exceeds."""
+    if tensor.dtype not in DTYPES:
+        raise ModelError(f"{tensor.name} is a scale of the cache and has the type {tensor.dtype}; possible are F32, F16, BF16")
     with tensor.file.open("rb") as file:
         file.seek(tensor.start)
-        data = file.read(tensor.nbytes)
-    if tensor.dtype == "BF16":
-        values = [struct.unpack("<f", b"\0\0" + data[at:at + 2])[0] for at in range(0, len(data), 2)]
-    elif tensor.dtype in ("F32", "F16"):
-        values = [one for one, in struct.iter_unpack("<f" if tensor.dtype == "F32" else "<e", data)]
-    else:
-        raise ModelError(f"{tensor.name} is a scale of the cache and has the type {tensor.dtype}; possible are F32, F16, BF16")
+        data = bytearray(file.read(tensor.nbytes))
+    values = torch.frombuffer(data, dtype=getattr(torch, DTYPES[tensor.dtype])).tolist() if data else []
     if not values or not 0 < max(values) < float("inf"):
         raise ModelError(f"{tensor.name} is {values[:4]}, which is no scale of a cache; set kv_cache_dtype to bfloat16, or "
                          "kv_cache_scales")
