@@ -7,7 +7,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,16 +34,13 @@ class Checkpoint:
     @contextmanager
     def mapped(self) -> Iterator[None]:
         """Maps the files during the context. Tensors from `read` must be released before its end."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._maps.clear)
             for path in self._files:
                 with path.open("rb") as file:
                     # torch warns of memory that is not writable, so the mapping is private; nothing writes to it.
-                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    self._maps[path] = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             yield
-        finally:
-            for mapping in self._maps.values():
-                mapping.close()
-            self._maps.clear()
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor as stored, without a copy: the system reads its pages from the file on access."""
