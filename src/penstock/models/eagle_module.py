@@ -27,16 +27,14 @@ class EagleAttention(nn.Module):
         super().__init__()
         width, self.size = config["hidden_size"], config["head_dim"]
         self.heads, self.groups = config["num_attention_heads"], config["num_key_value_heads"]
-        self.q_proj = nn.Linear(2 * width, self.heads * self.size, bias=False)
-        self.k_proj = nn.Linear(2 * width, self.groups * self.size, bias=False)
-        self.v_proj = nn.Linear(2 * width, self.groups * self.size, bias=False)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(2 * width, heads * self.size, bias=False)
+                                                 for heads in (self.heads, self.groups, self.groups))
         self.o_proj = nn.Linear(self.heads * self.size, width, bias=False)
         powers = torch.arange(0, self.size, 2) / self.size
         self.register_buffer("frequencies", config["rope_theta"] ** -powers, persistent=False)
 
     def _heads(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        found: torch.Tensor = x.unflatten(-1, (heads, self.size)).transpose(1, 2).repeat_interleave(self.heads // heads, 1)
-        return found
+        return x.view(*x.shape[:-1], heads, self.size).transpose(1, 2).repeat_interleave(self.heads // heads, 1)
 
     def _rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = positions[:, None, :, None] * self.frequencies
@@ -76,8 +74,7 @@ class EagleLayer(nn.Module):
         inner = config["intermediate_size"]
         self.mlp = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in (
             ("gate_proj", (width, inner)), ("up_proj", (width, inner)), ("down_proj", (inner, width)))})
-        self.input_layernorm, self.hidden_norm = nn.RMSNorm(width, epsilon), nn.RMSNorm(width, epsilon)
-        self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (nn.RMSNorm(width, epsilon) for _ in range(3))
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor,
                 steps: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
