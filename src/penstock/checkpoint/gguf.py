@@ -162,9 +162,8 @@ def siblings(path: Path) -> list[Path]:
 BLOCK = {
     **{f"attn_{name}": f"attention.{name}" for name in (
         "q", "k", "v", "qkv", "q_norm", "k_norm", "gate", "q_a", "q_b", "kv_b")},
-    **{f"ffn_{name}": f"mlp.{name}" for name in ("gate", "up", "down")},
-    **{f"ffn_{name}_exps": f"mlp.experts.@.{name}" for name in ("gate", "up", "down")},
-    **{f"ffn_{name}_shexp": f"mlp.shared.{name}" for name in ("gate", "up", "down")},
+    **{f"ffn_{name}{end}": f"mlp.{part}{name}" for name in ("gate", "up", "down")
+       for end, part in (("", ""), ("_exps", "experts.@."), ("_shexp", "shared."))},
     "attn_norm": "attention.pre", "attn_output": "attention.o", "post_attention_norm": "attention.post", "ffn_norm": "mlp.pre",
     "post_ffw_norm": "mlp.post", "ffn_gate_inp": "mlp.router", "ffn_gate_inp_shexp": "mlp.shared_gate",
     "attn_q_a_norm": "attention.q_norm", "attn_kv_a_mqa": "attention.kv_a", "attn_kv_a_norm": "attention.kv_norm",
