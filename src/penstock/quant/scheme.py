@@ -196,14 +196,9 @@ def pack(scheme: Scheme, shape: tuple[int, ...], parts: Mapping[str, torch.Tenso
         return _pack_stack(scheme, stack, shape, parts, dtype, kernels)
     if isinstance(scheme, Factored):
         return Joined([pack(scheme.inner, shape, parts, dtype, kernels)], kernels.gated, parts["factor"].to(dtype))
-    ops = kernels.linear_for(scheme.name, shape[0], shape[1])
-    weight: Weight
-    if scheme == PLAIN:
-        ops = ops or kernels.linear
-        weight = ops.pack(parts["weight"])
-    else:
-        ops = ops or Decoding(kernels)
-        weight = ops.pack(scheme, parts, shape, dtype)
+    plain = scheme == PLAIN
+    ops: Any = kernels.linear_for(scheme.name, shape[0], shape[1]) or (kernels.linear if plain else Decoding(kernels))
+    weight: Weight = ops.pack(parts["weight"]) if plain else ops.pack(scheme, parts, shape, dtype)
     weight.ops = ops
     return weight
 
