@@ -234,18 +234,15 @@ def tensors(scheme: Scheme, parts: Tensors, dtype: torch.dtype, k: int) -> dict[
     found = {"weight_packed": _as_words(weight), "weight_scale": parts["scale"].to(dtype),
              "weight_shape": torch.tensor([weight.shape[0], k])}
     if scheme.zeros:
-        zeros = pack(_filled(parts["zero"].t().contiguous(), 32 // scheme.bits), scheme.bits)
+        zeros = parts["zero"].t().contiguous()
+        zeros = pack(F.pad(zeros, (0, -zeros.shape[-1] % (32 // scheme.bits))), scheme.bits)
         found["weight_zero_point"] = _as_words(zeros).t().contiguous()
     return found
 
 
-def _filled(codes: torch.Tensor, each: int) -> torch.Tensor:
-    return torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each))
-
-
 def _as_words(packed: torch.Tensor) -> torch.Tensor:
     """Bytes of a row as int32 words, zeros behind the last."""
-    filled = _filled(packed, 4)
+    filled = F.pad(packed, (0, -packed.shape[-1] % 4))
     return filled.flatten().view(torch.int32).view(*filled.shape[:-1], -1)
 
 
@@ -270,23 +267,20 @@ def _described(scheme: Scheme) -> tuple[str, dict[str, Any], dict[str, Any] | No
     weights: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False,
                                "observer": "minmax"}
     if isinstance(scheme, FP8):
-        weights |= {"type": "float"}
-        if scheme.block is not None:
-            weights |= {"strategy": "block", "block_structure": list(scheme.block)}
-        return "float-quantized", weights, _inputs(scheme.activation, "float")
+        block = {} if scheme.block is None else {"strategy": "block", "block_structure": list(scheme.block)}
+        return "float-quantized", {**weights, "type": "float", **block}, _inputs(scheme.activation, "float")
     if isinstance(scheme, Int8):
         return "int-quantized", weights, _inputs(scheme.activation, "int")
     if isinstance(scheme, Grouped):
-        weights |= {"num_bits": scheme.bits, "symmetric": not scheme.zeros, "strategy": "group" if scheme.group else "channel",
-                    "group_size": scheme.group or None}
-        return "pack-quantized", weights, None
+        return "pack-quantized", {
+            **weights, "num_bits": scheme.bits, "symmetric": not scheme.zeros, "group_size": scheme.group or None,
+            "strategy": "group" if scheme.group else "channel"}, None
+    weights |= {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     if isinstance(scheme, NVFP4):
-        weights |= {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
         return "nvfp4-pack-quantized", weights, None
     assert isinstance(scheme, MX), scheme
-    bits = scheme.bits
-    weights |= {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    return f"mxfp{bits}-{'pack-' if bits == 4 else ''}quantized", weights, None
+    weights |= {"num_bits": scheme.bits, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    return f"{scheme.name}-{'pack-' if scheme.bits == 4 else ''}quantized", weights, None
 
 
 def _inputs(activation: str, kind: str) -> dict[str, Any] | None:
