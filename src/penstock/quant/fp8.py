@@ -26,9 +26,8 @@ class FP8:
         return self.block or (1, 1)
 
     def parts(self, n: int, k: int, _dtype: str) -> tuple[Part, ...]:
-        scale = Part("scale", (n,), "float32", columns=None)
-        if self.block is not None:
-            scale = Part("scale", (-(-n // self.block[0]), -(-k // self.block[1])), "float32")
+        scale = Part("scale", (n,), "float32", columns=None) if self.block is None else Part(
+            "scale", (-(-n // self.block[0]), -(-k // self.block[1])), "float32")
         found = (Part("weight", (n, k), "float8_e4m3fn"), scale)
         return (*found, Part("input_scale", (1,), "float32", None, None)) if self.activation == "tensor" else found
 
