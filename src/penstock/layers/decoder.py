@@ -36,16 +36,10 @@ class Decoder:
                  context: Group | None = None) -> None:
         """`group`: the ranks of tensor parallelism, if `spec` is one rank's part. `data`: engines that step together.
         `context`: ranks that divide the positions of every context."""
-        self.spec = spec
-        self.dtype = dtype
-        self.device = device
-        self.kernels = kernels
-        self._max_model_len = max_model_len
+        self.spec, self.dtype, self.device, self.kernels, self._max_model_len = spec, dtype, device, kernels, max_model_len
         self.states: list[StateSpec] = spec.states(str(dtype).removeprefix("torch."))
         build = Build(values, kernels, device, max_model_len, group, data, context)
-        self.group = group
-        self.context = context
-        self.lockstep = data
+        self.group, self.context, self.lockstep = group, context, data
         self._entry = torch.empty(0, spec.width, dtype=dtype, device=device)
         self.lent = spec.embedding.build(build, dtype) if spec.begins or spec.lends else None
         """The embedding, where it is."""

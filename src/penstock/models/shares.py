@@ -71,8 +71,7 @@ class Shares:
         self.whole = whole.dealt(place)
         self.spec = whole.at(place)
         """The part of the model that this rank runs; all ranks of a stage have equal ones."""
-        self._place = place
-        self._dtype = dtype
+        self._place, self._dtype = place, dtype
         self._wholes = {parameter.name: parameter for parameter in self.whole.parameters()}
 
     def _axis(self, whole: Parameter) -> tuple[int, int]:
