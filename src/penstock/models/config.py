@@ -61,9 +61,8 @@ class Config:
 
     def nullable_number(self, name: str, default: float) -> float:
         """0.0 if the config says null, `default` if it says nothing."""
-        if name in self.given and self.given[name] is None:
-            return 0.0
-        return self.number(name, default) if name in self.values else default
+        null = name in self.given and self.given[name] is None
+        return 0.0 if null else self.number(name, default) if name in self.values else default
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name, default)
