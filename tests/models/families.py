@@ -257,7 +257,7 @@ CASES = [
                                        "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     Case("gemma4-unified", "Gemma4UnifiedText", {**ODD, **GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     Case("gemma4-experts", "Gemma4Text", {**EVEN, **GEMMA4, **GEMMA4_EXPERTS, **GEMMA4_SHARED}),
-    Case("gemma4-eleven", "Gemma4Text", {**WIDE, **GEMMA4, "num_hidden_layers": 11, "layer_types": None}),
+    Case("gemma4-eleven", "Gemma4Text", {**ODD, **GEMMA4, "num_hidden_layers": 11, "layer_types": None, "global_head_dim": 24}),
     Case("gemma4-beside-towers", "Gemma4Text", {**ODD, **GEMMA4, **GEMMA4_EXPERTS, **TIED}, rewrite=partial(
         foreign.beside_towers, architecture="Gemma4ForConditionalGeneration", model_type="gemma4")),
     Case("phi3-plain", "Phi3", {**ODD, "sliding_window": 30}),
