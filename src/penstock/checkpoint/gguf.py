@@ -101,8 +101,7 @@ def _read(path: Path, cursor: _Cursor) -> File:
     if cursor.data[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     cursor.at = 4
-    version = cursor.take("I")
-    if version not in (2, 3):
+    if (version := cursor.take("I")) not in (2, 3):
         raise ValueError(f"its version is {version}; possible are 2 and 3, little-endian")
     tensors, keys = cursor.count("the list of tensors"), cursor.count("the metadata")
     metadata: dict[str, Any] = {}
@@ -152,8 +151,7 @@ def siblings(path: Path) -> list[Path]:
     if found is None:
         return [path]
     paths = [path.with_name(f"{found[1]}-{i:05}-of-{found[3]}.gguf") for i in range(1, int(found[3]) + 1)]
-    missing = [one.name for one in paths if not one.is_file()]
-    if missing:
+    if missing := [one.name for one in paths if not one.is_file()]:
         raise ModelError(f"{path.parent} lacks {', '.join(missing[:4])} of a model that is split into {int(found[3])} files; "
                          "download them")
     return paths
@@ -518,8 +516,7 @@ def _rotation(value: Values) -> dict[str, Any]:
     """Scalings: as keys, or as a table of divisors for each frequency (Llama 3, LongRoPE)."""
     kind, factor = value("rope.scaling.type"), value("rope.scaling.factor")
     original = value("rope.scaling.original_context_length") or value("context_length")
-    tables = {name: value(name) for name in _TABLES if value(name) is not None}
-    if tables:
+    if tables := {name: value(name) for name in _TABLES if value(name) is not None}:
         both = "rope_freqs" if "rope_freqs" in tables else ""
         scaling = {"rope_type": "longrope", "original_max_position_embeddings": original, "factor": 1.0,
                    "attention_factor": 1.0 if both else value("rope.scaling.attn_factor") or 1.0,

@@ -276,8 +276,7 @@ class ModelSpec:
         """The model of these blocks alone, numbered from 0 on. Matrices are stored as before. A stage's numbers are its own."""
         schemes: list[tuple[str, Scheme]] = []
         for pattern, scheme in self.schemes:
-            layer = re.match(r"blocks\.([0-9]+)\.", pattern)
-            if layer is None:
+            if (layer := re.match(r"blocks\.([0-9]+)\.", pattern)) is None:
                 schemes.append((pattern, scheme))
             else:
                 schemes += [(f"blocks.{new}.{pattern[layer.end():]}", scheme) for new, old in enumerate(numbers)

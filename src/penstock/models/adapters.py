@@ -312,8 +312,7 @@ class _Form:
             else:
                 self._save(name.removeprefix(_PREFIX).removesuffix(".weight"), tensor)
         for module, pair in modules.items():
-            problem = self._experts.take(module, pair, self._config, self._reader.most)
-            if problem is None:
+            if (problem := self._experts.take(module, pair, self._config, self._reader.most)) is None:
                 self._take(module, pair)
             elif problem:
                 self._wrong.append(problem)

@@ -143,8 +143,7 @@ def applied(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
             return replace(mixer, aged=Codec(AGED, coding, coding))
         codec = CODECS[name]
         for coding in (codec.key, codec.value):
-            why = coding.misfit(mixer.head_size)
-            if why:
+            if why := coding.misfit(mixer.head_size):
                 fits = [name for name, one in CODECS.items() if not (one.key.misfit(mixer.head_size)
                                                                      or one.value.misfit(mixer.head_size))]
                 raise ConfigError(f"kv_cache_dtype {codec.name!r} does not fit this model: {why}. Possible are "

@@ -125,8 +125,7 @@ def rope(config: Config, head_size: int, *, layer_type: str | None = None, theta
     if not 2 <= dim <= head_size:
         raise where.wrong("partial_rotary_factor", f"a fraction that rotates 2 to {head_size} dimensions of a head")
     allowed, make = _SCALINGS[kind]
-    unknown = sorted(set(where.values) - set(allowed) - _ROPE_COMMON)
-    if unknown:
+    if unknown := sorted(set(where.values) - set(allowed) - _ROPE_COMMON):
         raise ModelError(f"config.json: rope scaling {kind!r} with {', '.join(unknown)}; what is understood with it is "
                          f"{', '.join(allowed)}")
     return ropes.RopeSpec(where.number("rope_theta"), dim, make(where, config, dim), interleaved)

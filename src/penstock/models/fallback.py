@@ -65,8 +65,7 @@ def _family(architecture: str, text: str) -> SimpleNamespace | None:
 def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule, ...]]:
     model = skeleton(config, torch.device("meta"), torch.bfloat16)  # the type of experts' products on meta tensors
     given = model.config
-    scaling = (getattr(given, "rope_parameters", None) or {}).get("rope_type", "default")
-    if scaling in ("dynamic", "longrope"):
+    if (scaling := (getattr(given, "rope_parameters", None) or {}).get("rope_type", "default")) in ("dynamic", "longrope"):
         raise ModelError(f"its rotation ({scaling}) depends on the longest of the sequences that run together")
     seen: list[ForeignAttention] = []
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
@@ -101,8 +100,7 @@ def _described(text: str, config: dict[str, Any]) -> tuple[ModelSpec, tuple[Rule
 def _note(seen: list[ForeignAttention], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _scaling: float,
           options: dict[str, Any]) -> torch.Tensor:
     """Notes a call of attention in `seen`; a `layers/foreign.py::Attend`."""
-    unknown = sorted(name for name, option in options.items() if option is not None and name not in _KNOWN)
-    if unknown:
+    if unknown := sorted(name for name, option in options.items() if option is not None and name not in _KNOWN):
         raise ModelError(f"its attention takes {', '.join(unknown)}")
     if options.get("is_causal") is False:
         raise ModelError("its attention looks ahead")

@@ -27,8 +27,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     given, checkpoint = plain(folder, scheme, rules, dtype)
     prefix, arch = gguf_writing.architecture(given)
     schemes = {f"{name}.weight": form.scheme for name, form in checkpoint.modules().items()}
-    other = next((scheme.name for scheme in schemes.values() if not isinstance(scheme, GGUF)), None)
-    if other is not None:
+    if (other := next((scheme.name for scheme in schemes.values() if not isinstance(scheme, GGUF)), None)) is not None:
         raise ConfigError(f"GGUF has no {other}; possible are q8_0, q6_k, q5_1, q5_0, q4_1, q4_0, q4_k and q4_k_m")
     given = _whole(given, prefix)
     metadata = gguf_writing.metadata_of(folder, given, scheme)

@@ -73,8 +73,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     given, checkpoint = plain(folder, scheme, rules, dtype)
     modules = checkpoint.modules()
     schemes = {name: compressed_tensors.writable(form.scheme, dtype) for name, form in modules.items()}
-    unusual = [name for name in modules if checkpoint.rearranged(name)]
-    if unusual:
+    if unusual := [name for name in modules if checkpoint.rearranged(name)]:
         raise ConfigError(f"{unusual[0]} is not stored as a matrix [outputs, inputs], which compressed-tensors needs; quantize "
                           "this model while it is loaded, with --quantization")
     paths = projections(describe({name: value for name, value in given.items() if name != "quantization_config"}), given)
@@ -123,8 +122,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
 def _scaled(checkpoint: Translated, config: Mapping[str, Any], schemes: Mapping[str, Scheme], paths: Mapping[str, str],
             moments: Any, method: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """By names of tensors: what their columns are multiplied by, and what their rows (or elements) are divided by."""
-    family = (config.get("architectures") or [None])[0]
-    if family not in _FOLDING:
+    if (family := (config.get("architectures") or [None])[0]) not in _FOLDING:
         raise ConfigError(f"scales cannot be folded into the norms of {family}; possible are {', '.join(_FOLDING)}, "
                           "or --method gptq")
     raw, columns, rows = checkpoint.raw, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
@@ -150,8 +148,7 @@ def projections(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
     rules, found = family_of(config)[1].RULES, dict[str, str]()
     for parameter in spec.parameters():
         for one in (parameter.name, *(piece.name for piece in parameter.pieces)):
-            name = usual(rules, one)
-            if parameter.scheme is not None and name is not None:
+            if parameter.scheme is not None and (name := usual(rules, one)) is not None:
                 found[name.removesuffix(".weight")] = parameter.stem
     return found
 

@@ -49,8 +49,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType | SimpleNamesp
 
     ModelError names the nearest that is known, and all."""
     known = registry()
-    named = config.get("architectures")
-    if named:
+    if named := config.get("architectures"):
         name, table = str(named[0] if isinstance(named, list) else named), known.architectures
         base, _ = _task(name)
         if name in table or base in table:
@@ -61,8 +60,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, ModuleType | SimpleNamesp
         if name in table:
             return table[name].ARCHITECTURES[0], table[name]
         what = f"model_type {name!r} (and no architecture)" if name else "neither architectures nor model_type"
-    foreign = fallback.family(config)
-    if foreign is not None:
+    if (foreign := fallback.family(config)) is not None:
         return foreign.ARCHITECTURES[0], foreign
     if config.get("auto_map"):
         raise ModelError(f"config.json names {what}, whose checkpoint brings code of its own, which Penstock does not run; it "

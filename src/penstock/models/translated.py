@@ -92,8 +92,7 @@ def _modules(spec: ModelSpec, rules: Sequence[Rule]) -> Iterator[tuple[str, Para
             continue
         pieces: list[Parameter | Piece] = [piece for piece in parameter.pieces if usual(rules, piece.name) is not None]
         for one in pieces or [parameter]:
-            name = usual(rules, one.name)
-            if name is not None:
+            if (name := usual(rules, one.name)) is not None:
                 yield name.removesuffix(".weight"), one, parameter.shape[1]
 
 
@@ -149,8 +148,7 @@ class Translated(Checkpoint):
         self._cached: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._modules, self.tensors = self._sorted(rules, reader)
         self._leave_out_zeros(rules)
-        wrong = [problem for name, module in self._modules.items() for problem in _misfits(name, module, spec)]
-        if wrong:
+        if wrong := [problem for name, module in self._modules.items() for problem in _misfits(name, module, spec)]:
             raise ModelError(f"{folder}: tensors do not fit quantization_config in config.json:\n  "
                              + "\n  ".join(sorted(wrong)))
         for name, module in self._modules.items():
@@ -158,8 +156,7 @@ class Translated(Checkpoint):
                 shown = f"{name}.{part.suffix}"
                 if shown in self.tensors:
                     raise ModelError(f"{folder}: {shown} is there; {module.form.scheme.name} has no such tensor")
-                same = module.form.same.get(part.suffix)
-                if same is not None:
+                if (same := module.form.same.get(part.suffix)) is not None:
                     self.tensors[shown] = dataclasses.replace(module.raw[same], name=shown, arranged=reader.arranged)
                 else:
                     first = next(iter(module.raw.values()))

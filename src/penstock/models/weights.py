@@ -82,8 +82,7 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
             continue
         place = places[target]
         change = None if tensor.arranged else rule.change
-        problem = _misfit(tensor, place.part, place.parameter.scheme, change, spec)
-        if problem:
+        if problem := _misfit(tensor, place.part, place.parameter.scheme, change, spec):
             wrong.append(f"{name} {problem}")
         axis = place.part.rows
         count = place.part.shape[axis] if axis is not None else 0

@@ -209,8 +209,7 @@ def _pack_stack(scheme: Scheme, stack: int, shape: tuple[int, ...], parts: Mappi
     n, k = shape[0] // stack, shape[1]
     if scheme == PLAIN:
         return kernels.experts.pack(parts["weight"].view(stack, n, k))
-    grouped = kernels.experts_for(scheme.name)
-    if grouped is not None:
+    if (grouped := kernels.experts_for(scheme.name)) is not None:
         return grouped.pack_stored(scheme, parts, stack, (n, k), dtype)
     each = [rows_of(scheme, parts, shape, dtype, i * n, (i + 1) * n) for i in range(stack)]
     device = next(iter(parts.values())).device

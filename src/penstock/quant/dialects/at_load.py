@@ -83,8 +83,7 @@ class AtLoad(Reader):
 
     def check(self, *, stored: bool) -> None:
         """ConfigError: a rule fits none of the modules that `form` was asked for, or no matrix is `stored` but as plain."""
-        unused = [pattern for pattern in self._rules if not any(self._fits(module, pattern) for module in self._asked)]
-        if unused:
+        if unused := [pattern for pattern in self._rules if not any(self._fits(module, pattern) for module in self._asked)]:
             names = sorted({re.sub(r"(?<=[.])[0-9]+(?=[.]|$)", "*", module) for module in self._asked})
             raise ConfigError(f"quantization rules: {', '.join(map(repr, unused))} fits no matrix of this model; possible are "
                               f"{', '.join(names)}, parts of these names, first and last")

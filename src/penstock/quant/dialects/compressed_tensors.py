@@ -129,8 +129,7 @@ class _CompressedTensors(Reader):
         self._groups = [group for group in groups if group.get("weights")]
         if any(bool(group.get("weights")) == bool(group.get("output_activations")) for group in groups):
             raise ModelError("quantization_config: a group has no weights, or output_activations; possible are weights")
-        kind = (config.get("sparsity_config") or {}).get("format")
-        if kind not in (None, "dense"):
+        if (kind := (config.get("sparsity_config") or {}).get("format")) not in (None, "dense"):
             raise ModelError(f"quantization_config: sparsity_config's format is {kind!r}; possible is 'dense'")
         if config.get("transform_config"):
             raise ModelError("quantization_config: transform_config (rotations of activations) is given; possible is none")

@@ -34,8 +34,7 @@ def gptq(n: int, k: int, bits: int, group: int, *, symmetric: bool, ordered: boo
             raise ModelError("quantization_config: sym is true, but zeros differ from the middle")
         if "g_idx" in raw:
             order = raw["g_idx"].long().argsort(stable=True)
-            expected = torch.arange(k, device=order.device) // (group or k)
-            if not torch.equal(raw["g_idx"].long()[order], expected):
+            if not torch.equal(raw["g_idx"].long()[order], torch.arange(k, device=order.device) // (group or k)):
                 raise ModelError("g_idx does not put the same number of columns into each group")
             if scheme.ordered:
                 codes, found["order"] = pack(unpack(codes, bits)[:, order], bits), order.int()
