@@ -72,12 +72,9 @@ def divisors(config: Mapping[str, Any]) -> list[float] | None:
         return None
     factor, original = float(said["factor"]), said["original_max_position_embeddings"]
     low, high = said["low_freq_factor"], said["high_freq_factor"]
-    found = []
-    for i in range(size // 2):
-        waves = original / (2 * math.pi * theta ** (2 * i / size))
-        smooth = min(1.0, max(0.0, (waves - low) / (high - low)))
-        found.append(1 / ((1 - smooth) / factor + smooth))
-    return found
+    waves = (original / (2 * math.pi * theta ** (2 * i / size)) for i in range(size // 2))
+    smooth = (min(1.0, max(0.0, (one - low) / (high - low))) for one in waves)
+    return [1 / ((1 - one) / factor + one) for one in smooth]
 
 
 def _tokenizer(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
