@@ -59,8 +59,7 @@ class _HQQ(Reader):
         said: Mapping[str, Any] = config.get("quant_config") or {}
         self._usual = said if "weight_quant_params" in said else None
         self._by_tag: Mapping[str, Any] = {} if self._usual is not None else said
-        skipped = config.get("skip_modules")
-        self._plain = ["lm_head"] if skipped is None else skipped
+        self._plain = ["lm_head"] if config.get("skip_modules") is None else config["skip_modules"]
 
     def form(self, module: str, n: int, k: int) -> Form | None:
         # As HQQ names the modules of all layers: model.layers.3.mlp.up_proj is mlp.up_proj.
