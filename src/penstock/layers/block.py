@@ -59,10 +59,8 @@ NormSpec = RMSNormSpec | LayerNormSpec | NoNormSpec
 class RMSNorm:
     def __init__(self, spec: RMSNormSpec, path: str, build: Build) -> None:
         self.weight = build.values.tensor(f"{path}.weight")
-        self.eps = spec.eps
-        self.offset = spec.offset
-        self._norm = build.kernels.rms_norm
-        self._add_norm = build.kernels.add_rms_norm
+        self.eps, self.offset = spec.eps, spec.offset
+        self._norm, self._add_norm = build.kernels.rms_norm, build.kernels.add_rms_norm
         self.reader: Weight | None = None
         """The matrix that results are multiplied with first."""
         self.ranks: Group | None = None
