@@ -76,8 +76,7 @@ def nomic(config: Config) -> ModelSpec:
 LIKE = (
     Like(("NomicBertModel", "NomicBertForMaskedLM"), ("nomic_bert",),
          {**DEFAULTS, "hidden_act": "silu", "max_position_embeddings": 2048}, nomic, RULES, TASK),
-    Like(("JinaEmbeddingsV3Model", "JinaEmbeddingsV3ForMaskedLM"), ("jina_embeddings_v3",),
-         {**DEFAULTS, "layer_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": 8194},
-         partial(spec, theta=20000.0), RULES, TASK),
+    Like(("JinaEmbeddingsV3Model", "JinaEmbeddingsV3ForMaskedLM"), ("jina_embeddings_v3",), {**DEFAULTS, "layer_norm_eps": 1e-5,
+         "type_vocab_size": 1, "max_position_embeddings": 8194}, partial(spec, theta=20000.0), RULES, TASK),
     Like(("JinaBertModel", "JinaBertForMaskedLM"), ("jina_bert",), {**DEFAULTS, "position_embedding_type": "alibi"},
          partial(spec, sloped=True, gated=True), RULES, TASK))

@@ -63,17 +63,15 @@ def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSp
 
 
 LIKE = (
-    Like(("DeepseekV2ForCausalLM",), ("deepseek_v2",),
-         {**_ALL, "max_position_embeddings": 2048, "topk_method": "greedy", "n_routed_experts": 64, "n_shared_experts": 2},
-         spec, RULES),
+    Like(("DeepseekV2ForCausalLM",), ("deepseek_v2",), {**_ALL, "max_position_embeddings": 2048, "topk_method": "greedy",
+         "n_routed_experts": 64, "n_shared_experts": 2}, spec, RULES),
     Like(("DeepseekV32ForCausalLM",), ("deepseek_v32",), {**DEFAULTS, "max_position_embeddings": 163840, "index_topk": 2048},
          spec, RULES),
     Like(("GlmMoeDsaForCausalLM",), ("glm_moe_dsa",),
          {**DEFAULTS, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
           "v_head_dim": 256, "n_group": 1, "topk_group": 1, "index_topk": 2048, "index_n_heads": 32}, spec, RULES),
-    Like(("Glm4MoeLiteForCausalLM",), ("glm4_moe_lite",),
-         {**_ALL, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,
-          "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4,
-          "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}, spec, RULES),
+    Like(("Glm4MoeLiteForCausalLM",), ("glm4_moe_lite",), {**_ALL, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
+         "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1,
+         "num_experts_per_tok": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}, spec, RULES),
     Like(("YoutuForCausalLM",), ("youtu",), {**_ALL, "max_position_embeddings": 131072, "tie_word_embeddings": True},
          partial(spec, mlps=parts.gated_mlp), RULES))
