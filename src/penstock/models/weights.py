@@ -190,9 +190,7 @@ def stream(spec: ModelSpec, rules: Sequence[Rule], checkpoint: Checkpoint, *, dt
 class _Progress:
     def __init__(self, checkpoint: Checkpoint, sources: dict[str, list[Source]], told: Progress | None) -> None:
         self._total = sum(checkpoint.tensors[source.name].nbytes for found in sources.values() for source in found)
-        self._seen = set[str]()
-        self._done = 0
-        self._told = told
+        self._seen, self._done, self._told = set[str](), 0, told
 
     def add(self, tensor: Stored) -> None:
         if tensor.name in self._seen:
