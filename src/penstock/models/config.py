@@ -83,6 +83,12 @@ class Config:
             if self.values.get(name):
                 raise self.wrong(name, "only that it is absent or false: this variant of the architecture is not supported")
 
+    def only(self, name: str, value: Any, possible: str) -> None:
+        """Refuses another value than this one, which is also meant where there is none."""
+        found = self.values.get(name, value)
+        if found != value or isinstance(found, bool) is not isinstance(value, bool):
+            raise self.wrong(name, possible)
+
     def listing(self, name: str, length: int, fits: Callable[[Any], bool], possible: str) -> list[Any] | None:
         """A list of at least `length` fitting values, cut to it, or None if there is none."""
         value = self.values.get(name)

@@ -44,8 +44,7 @@ def spec(config: Config, *, theta: float = 0.0, sloped: bool = False, gated: boo
     """Positions are learned, unless they are `sloped`, or rotated by `theta`. `bias`: that of all matrices."""
     config.absent("is_decoder")
     kind = "rotary" if theta else "alibi" if sloped else "absolute"
-    if config.values.get("position_embedding_type", kind) != kind:
-        raise config.wrong("position_embedding_type", kind)
+    config.only("position_embedding_type", kind, kind)
     norm, types = parts.layer_norm(config), config.integer("type_vocab_size", least=0)
     positions = config.integer("max_position_embeddings")
     attention = parts.attention(config, rope=None, bias=bias, causal=False)
@@ -68,8 +67,7 @@ def spec(config: Config, *, theta: float = 0.0, sloped: bool = False, gated: boo
 def nomic(config: Config) -> ModelSpec:
     config.absent("prenorm", "parallel_block", "use_rms_norm", "causal", "rotary_emb_interleaved", "qkv_proj_bias",
                   "mlp_fc1_bias", "mlp_fc2_bias", "moe_every_n_layers")
-    if config.values.get("activation_function", "swiglu") != "swiglu":
-        raise config.wrong("activation_function", "swiglu")
+    config.only("activation_function", "swiglu", "swiglu")
     return spec(config.renamed(**_NOMIC), theta=1000.0, gated=True, bias=False)
 
 

@@ -21,8 +21,7 @@ GLM4 = (*Rule.named("model.layers.#.", {
 
 def spec(config: Config) -> ModelSpec:
     config.absent("apply_residual_connection_post_layernorm", "add_bias_linear")
-    if not config.flag("rmsnorm", True):
-        raise config.wrong("rmsnorm", "true")
+    config.only("rmsnorm", True, "true")
     norm = RMSNormSpec(config.number("layernorm_epsilon", 1e-5))
     width, heads, size = config.integer("hidden_size"), config.integer("num_attention_heads"), config.integer("kv_channels")
     kv_heads = config.integer("multi_query_group_num") if config.flag("multi_query_attention", False) else heads

@@ -42,8 +42,7 @@ def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLate
         raise config.wrong("q_lora_rank", "a whole number: index queries are made from the queries' inner vector")
     config.absent("index_topk_pattern")
     config.listing("indexer_types", config.integer("num_hidden_layers"), "full".__eq__, "full: none takes another's picks")
-    if config.integer("index_topk_freq", 1) != 1:
-        raise config.wrong("index_topk_freq", "1: no layer takes the picks of another")
+    config.only("index_topk_freq", 1, "1: no layer takes the picks of another")
     return SparseLatentAttentionSpec(**vars(attention), index_heads=config.integer("index_n_heads", 64),
                                      index_size=config.integer("index_head_dim", 128), picks=config.integer("index_topk"),
                                      index_interleaved=config.named("GlmMoeDsaForCausalLM", "glm_moe_dsa"))
@@ -55,8 +54,7 @@ def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSp
     attention = parts.latent_attention(config, turn)
     if "index_topk" in config.values:
         attention = _sparse(config, attention)
-    if config.integer("moe_layer_freq", 1) != 1:
-        raise config.wrong("moe_layer_freq", "1")
+    config.only("moe_layer_freq", 1, "1")
     bias = config.named("DeepseekV2ForCausalLM", "deepseek_v2") and config.flag("mlp_bias", False)
     forward = mlps(config) if mlps else parts.dense_then_experts(config, routing, bias=bias)
     return parts.layered(config, attention, forward, parts.rms_norm(config), beyond=parts.draft_layers(config))

@@ -184,8 +184,7 @@ def _with_theta(config: Config) -> Config:
 
 def phi(config: Config) -> ModelSpec:
     """Phi-3.5: layer norms with biases, LongRoPE, and experts picked one after another (sparsemixer)."""
-    if config.integer("num_experts_per_tok") != 2:
-        raise config.wrong("num_experts_per_tok", "2: experts are picked and weighted in pairs")
+    config.only("num_experts_per_tok", 2, "2: experts are picked and weighted in pairs")
     routing = Routing(parts.expert_count(config), 2, "sparsemixer", jitter=config.number("router_jitter_noise"))
     mixture = parts.experts(config, routing, inner="intermediate_size")
     return llama.spec(_one_scale(config), norm=lambda config: family.LayerNormSpec(config.number("rms_norm_eps")),

@@ -16,10 +16,8 @@ def spec(config: Config) -> ModelSpec:
     config = config.renamed(d_model="hidden_size", n_heads="num_attention_heads", n_layers="num_hidden_layers")
     given = Config(config.values.get("attn_config") or {})
     given.absent("prefix_lm", "qk_ln", "attn_uses_sequence_id")
-    if not given.flag("alibi", True):
-        raise given.wrong("alibi", "true: learned positions are not there")
-    if not config.flag("no_bias", True):
-        raise config.wrong("no_bias", "true")
+    given.only("alibi", True, "true: learned positions are not there")
+    config.only("no_bias", True, "true")
     config.absent("logit_scale")
     width, norm = config.integer("hidden_size"), parts.layer_norm(config, "layer_norm_epsilon", bias=False)
     slopes = parts.slopes(config.integer("num_attention_heads"), most=given.integer("alibi_bias_max", 8))

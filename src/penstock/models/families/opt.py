@@ -14,12 +14,10 @@ RULES = (
 
 
 def spec(config: Config) -> ModelSpec:
-    if not config.flag("do_layer_norm_before", True):
-        raise config.wrong("do_layer_norm_before", "true: norms after each sum (OPT-350m) are not there")
+    config.only("do_layer_norm_before", True, "true: norms after each sum (OPT-350m) are not there")
     config.absent("_remove_final_layer_norm")
     width = config.integer("hidden_size")
-    if config.integer("word_embed_proj_dim", width) != width:
-        raise config.wrong("word_embed_proj_dim", f"hidden_size ({width})")
+    config.only("word_embed_proj_dim", width, f"hidden_size ({width})")
     norm = LayerNormSpec(1e-5, *([config.flag("layer_norm_elementwise_affine", True)] * 2))
     bias, positions = config.flag("enable_bias", True), config.integer("max_position_embeddings")
     attention = parts.attention(config, rope=None, bias=bias)
