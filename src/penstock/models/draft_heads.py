@@ -153,8 +153,7 @@ def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
     if method == "eagle":
         entry = JoinSpec(width, inputs, bias="fc.bias" in names, tokens=own)
         # The first layer of EAGLE 1 and 2 reads the joined stream as it is.
-        bare = BlockSpec(((BranchSpec(attention),), block.stages[1]))
-        blocks = [block if "layers.0.input_layernorm.weight" in names else bare] + [block] * (layers - 1)
+        first = block if "layers.0.input_layernorm.weight" in names else BlockSpec(((BranchSpec(attention),), block.stages[1]))
     else:
         tokens, taps = given.integer("draft_vocab_size", target.vocab_size), _taps(given, target)
         before = given.flag("norm_before_residual", False)
@@ -162,8 +161,7 @@ def eagle(folder: Path, config: Mapping[str, Any], method: str, target: ModelSpe
         pair = PairAttentionSpec(**{field.name: getattr(attention, field.name) for field in fields(attention)}, embeds=norm,
                                  hidden=None if before else norm)
         first = BlockSpec(((BranchSpec(pair),), block.stages[1]))
-        blocks = [first] + [block] * (layers - 1)
-    spec = ModelSpec(method, tokens, width, target.max_positions, tuple(blocks), last,
+    spec = ModelSpec(method, tokens, width, target.max_positions, (first, *[block] * (layers - 1)), last,
                      HeadSpec(False, borrowed="lm_head.weight" not in names), entry)
     found = _EAGLE_1 if method == "eagle" else _EAGLE_3
     if method == "eagle3" and entry.hidden_norm is not None:
