@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
+from operator import or_
 
 from penstock.core.errors import ModelError
 from penstock.core.state import StateSpec
@@ -169,10 +170,7 @@ class ModelSpec:
         A pipeline stage returns what all stages allot, so pages mean the same: of each kind as many as the stage with most."""
         if not self.stages:
             return _states(self.blocks, dtype)
-        most: Counter[StateSpec] = Counter()
-        for blocks in self.stages:
-            most |= Counter(_states(blocks, dtype))
-        return list(most.elements())
+        return list(reduce(or_, (Counter(_states(blocks, dtype)) for blocks in self.stages)).elements())
 
     def held(self, dtype: str) -> list[int]:
         """The places in `states` of the states of its own mixers, in the order in which they run."""
