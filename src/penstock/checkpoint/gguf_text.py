@@ -127,9 +127,8 @@ def _settings(metadata: Mapping[str, Any], tokens: list[str], kind: str) -> dict
     found["add_bos_token"] = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _BOS_NAMES))
     found["add_eos_token"] = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     if template := metadata.get("tokenizer.chat_template"):
-        named = metadata.get("tokenizer.chat_templates") or []
-        more = [{"name": name, "template": metadata[f"tokenizer.chat_template.{name}"]} for name in named
-                if f"tokenizer.chat_template.{name}" in metadata]
+        more = [{"name": name, "template": metadata[f"tokenizer.chat_template.{name}"]}
+                for name in metadata.get("tokenizer.chat_templates") or () if f"tokenizer.chat_template.{name}" in metadata]
         found["chat_template"] = [{"name": "default", "template": template}, *more] if more else template
     return found
 

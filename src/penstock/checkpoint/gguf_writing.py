@@ -152,8 +152,7 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Sequence[tuple[str, 
     head = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for name, value in metadata.items():
         head += _text(name) + _value(value)
-    at = 0
-    sizes = []
+    at, sizes = 0, list[int]()
     for name, shape, kind in tensors:
         _, columns, nbytes = SIZES[NUMBERS[kind]]
         size = math.prod(shape) // columns * nbytes

@@ -148,8 +148,7 @@ def applied(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
                                                                      or one.value.misfit(mixer.head_size))]
                 raise ConfigError(f"kv_cache_dtype {codec.name!r} does not fit this model: {why}. Possible are "
                                   f"{', '.join(fits)}")
-        own = scales.get(str(layer)) or scales.get("*") or (1.0, 1.0)
-        return replace(mixer, codec=replace(codec, scales=tuple(own)))
+        return replace(mixer, codec=replace(codec, scales=tuple(scales.get(str(layer)) or scales.get("*") or (1.0, 1.0))))
 
     blocks = tuple(replace(block, stages=tuple(tuple(replace(branch, body=changed(branch.body, layer)) for branch in stage)
                                                for stage in block.stages)) for layer, block in enumerate(spec.blocks))

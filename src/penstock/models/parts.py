@@ -171,8 +171,7 @@ def decoder(config: Config, blocks: Iterable[BlockSpec], norm: NormSpec, *, embe
     if max_positions is None:
         mixers = [mixer for block in blocks for mixer in block.mixers]
         ropes = [mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | LatentAttentionSpec) and mixer.rope]
-        scaling = ropes[0].scaling if ropes else RopeScaling()
-        max_positions = scaling.reach(config.integer("max_position_embeddings"))
+        max_positions = (ropes[0].scaling if ropes else RopeScaling()).reach(config.integer("max_position_embeddings"))
     return ModelSpec(architecture="", vocab_size=config.integer("vocab_size"), width=config.integer("hidden_size"),
                      max_positions=max_positions, blocks=blocks, norm=norm,
                      head=head or HeadSpec(config.flag("tie_word_embeddings", False)), embedding=embedding or EmbeddingSpec(),

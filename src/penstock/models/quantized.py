@@ -81,8 +81,7 @@ def write(folder: Path, out: Path, scheme: str, rules: Mapping[str, str], dtype:
     out.mkdir(parents=True, exist_ok=True)
     files = _Files(out)
     with checkpoint.mapped():
-        done = 0
-        raw = checkpoint.raw
+        done, raw = 0, checkpoint.raw
         columns, rows = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         if moments is not None and method != "gptq":
             columns, rows = _scaled(checkpoint, given, schemes, paths, moments, method)

@@ -90,8 +90,7 @@ class Shares:
             return parts
         for part in stored(whole, self._dtype):
             axis = part.rows
-            count = 0 if axis is None else part.shape[axis]
-            source = Source(whole.name, part.suffix, 0, whole.shape[0], axis, 0, count, None)
+            source = Source(whole.name, part.suffix, 0, whole.shape[0], axis, 0, 0 if axis is None else part.shape[axis], None)
             found[part.suffix] = parts[part.suffix].new_zeros(self.shapes(parameter, [source])[part.suffix])
             for cut in self.cuts(parameter, source):
                 cut.target(found[part.suffix]).copy_(cut.source(parts[part.suffix]))

@@ -193,8 +193,7 @@ class Translated(Checkpoint):
                 others[name] = dataclasses.replace(stored, arranged=reader.arranged, made=adjust is not None)
                 continue
             form, change, n, k = found
-            module = modules.setdefault(stem, _Module(form, {}, change, n, k))
-            module.raw[suffix] = stored
+            modules.setdefault(stem, _Module(form, {}, change, n, k)).raw[suffix] = stored
         return modules, others
 
     def _leave_out_zeros(self, rules: Sequence[Rule]) -> None:
