@@ -53,20 +53,16 @@ static INLINE vf vabs(vf a) { return (vf)((vu)a & 0x7fffffffu); }
 static INLINE vf copysign(vf magnitude, vf sign) { return (vf)((vu)magnitude | ((vu)sign & 0x80000000u)); }
 
 // Sums and maxima over the lanes, always in the same order.
-static INLINE float hsum(vf v) {
+template <class F>
+static INLINE float fold(vf v, F&& f) {
     float a[VW];
     memcpy(a, &v, sizeof v);
     for (int w = VW / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) a[i] += a[i + w];
+        for (int i = 0; i < w; i++) a[i] = f(a[i], a[i + w]);
     return a[0];
 }
-static INLINE float hmax(vf v) {
-    float a[VW];
-    memcpy(a, &v, sizeof v);
-    for (int w = VW / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) a[i] = a[i] > a[i + w] ? a[i] : a[i + w];
-    return a[0];
-}
+static INLINE float hsum(vf v) { return fold(v, [](float a, float b) { return a + b; }); }
+static INLINE float hmax(vf v) { return fold(v, [](float a, float b) { return a > b ? a : b; }); }
 
 // ---- loads and stores, unaligned; every type widens to f32 exactly and is rounded to nearest even on the way back
 
