@@ -110,10 +110,7 @@ void load_key_pairs(const bf16* const* keys, const bf16* const* next, int64_t co
             vu rows[VW];
 #pragma GCC unroll 16
             for (int i = 0; i < VW; i++) {
-                if (keys[k + i])
-                    memcpy(&rows[i], keys[k + i] + d, sizeof rows[i]);
-                else
-                    rows[i] = vu{};
+                rows[i] = keys[k + i] ? unaligned<vu>(keys[k + i] + d) : vu{};
                 __builtin_prefetch(next[k + i] + d, 0, 2);
             }
             transpose(rows);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "dtypes.h"
@@ -33,27 +34,20 @@ struct Coding {
 template <int EXPONENT>
 INLINE float from_minifloat(uint8_t bits) {
     const uint32_t wide = (uint32_t)(bits & 0x7f) << (16 + EXPONENT) | (uint32_t)(bits & 0x80) << 24;
-    float found;
-    memcpy(&found, &wide, 4);
-    return found * (EXPONENT == 4 ? 0x1p120f : 0x1p112f);
+    return std::bit_cast<float>(wide) * (EXPONENT == 4 ? 0x1p120f : 0x1p112f);
 }
 
 // x, at most the largest finite number, rounded to nearest even.
 template <int EXPONENT>
 INLINE uint8_t to_minifloat(float x) {
     constexpr int SHIFT = 16 + EXPONENT, BIAS = (1 << (EXPONENT - 1)) - 1;
-    uint32_t u;
-    memcpy(&u, &x, 4);
+    uint32_t u = std::bit_cast<uint32_t>(x);
     const uint32_t sign = u >> 24 & 0x80;
     u &= 0x7fffffffu;
     if (u < (uint32_t)(128 - BIAS) << 23) {  // subnormal: the sum's last place is the smallest step
-        float size, base;
         const uint32_t magic = (uint32_t)(128 - BIAS + SHIFT) << 23;
-        memcpy(&size, &u, 4);
-        memcpy(&base, &magic, 4);
-        size += base;
-        memcpy(&u, &size, 4);
-        return (uint8_t)((u - magic) | sign);
+        const float sum = std::bit_cast<float>(u) + std::bit_cast<float>(magic);
+        return (uint8_t)((std::bit_cast<uint32_t>(sum) - magic) | sign);
     }
     u += ((u >> SHIFT) & 1) + (1u << (SHIFT - 1)) - 1 - ((uint32_t)(127 - BIAS) << 23);
     return (uint8_t)(u >> SHIFT | sign);
@@ -62,9 +56,7 @@ INLINE uint8_t to_minifloat(float x) {
 INLINE float load_scale(int64_t type, const uint8_t* p) {
     if (type == SCALE_E4M3) return from_minifloat<4>(*p);
     if (type == SCALE_F16) return widen(*(const f16*)p);
-    float found;
-    memcpy(&found, p, 4);
-    return found;
+    return unaligned<float>(p);
 }
 
 // Stores x and returns it as it is stored.

@@ -73,11 +73,6 @@ static INLINE vi dots(vi acc, const vi* w, const int8_t* x) {
     return acc;
 }
 
-static INLINE vi load_ints(const void* p) {
-    vi v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
 static INLINE vf as_floats(vi v) { return __builtin_convertvector(v, vf); }
 static INLINE vi every(int32_t x) { return x - vi{}; }
 
@@ -91,14 +86,14 @@ static INLINE void expand(const uint8_t* codes, int first, vi* w) {
     constexpr int LINE = PANEL * 4;
     if constexpr (BITS == 8) {
 #pragma GCC unroll 8
-        for (int j = 0; j < QUADS; j++) w[j] = load_ints(codes + j * LINE);
+        for (int j = 0; j < QUADS; j++) w[j] = unaligned<vi>(codes + j * LINE);
         return;
     }
     if constexpr (BITS == 6) {
 #pragma GCC unroll 2
         for (int j = 0; j < QUADS; j += 4) {
-            const vi a = load_ints(codes + j / 4 * 3 * LINE), b = load_ints(codes + (j / 4 * 3 + 1) * LINE);
-            const vi c = load_ints(codes + (j / 4 * 3 + 2) * LINE), low = every(0x3f3f3f3f);
+            const vi a = unaligned<vi>(codes + j / 4 * 3 * LINE), b = unaligned<vi>(codes + (j / 4 * 3 + 1) * LINE);
+            const vi c = unaligned<vi>(codes + (j / 4 * 3 + 2) * LINE), low = every(0x3f3f3f3f);
             w[j] = a & low, w[j + 1] = b & low, w[j + 2] = c & low;
             w[j + 3] = (a >> 2 & 0x30303030) | (b >> 4 & 0x0c0c0c0c) | (c >> 6 & 0x03030303);
         }
@@ -107,7 +102,7 @@ static INLINE void expand(const uint8_t* codes, int first, vi* w) {
     const vi low = every(0x0f0f0f0f);
 #pragma GCC unroll 4
     for (int j = 0; j < QUADS; j += 2) {
-        vi both = load_ints(codes + j / 2 * LINE);
+        vi both = unaligned<vi>(codes + j / 2 * LINE);
         w[j] = both & low;
         w[j + 1] = both >> 4 & low;
     }
@@ -439,8 +434,7 @@ void read_block(const Source& s, int64_t row, int64_t b, int64_t k, uint32_t* wo
         memcpy(word, six ? at + half * 64 + b % 2 * BLOCK : at + b % 8 / 2 * BLOCK, BLOCK);
         memcpy(bytes, six ? at + 128 + half * BLOCK : at - BLOCK, BLOCK);
         for (int i = 0; i < 8; i++) {
-            uint32_t high;
-            memcpy(&high, bytes + 4 * i, 4);
+            uint32_t high = unaligned<uint32_t>(bytes + 4 * i);
             high = six ? high >> b % 4 * 2 & 0x03030303 : high >> b % 8 & 0x01010101;
             word[i] = (word[i] >> (six ? b % 4 / 2 : b % 2) * 4 & LOW) | high << 4;
         }

@@ -49,8 +49,7 @@ template <>
 struct Format<bf16> {
     static constexpr int STEP = 2;
     static INLINE vf read(const bf16* w, int vector, int k) {
-        vu pair;
-        memcpy(&pair, w + vector * VW * 2, sizeof pair);
+        const vu pair = unaligned<vu>(w + vector * VW * 2);
         return (vf)(k == 0 ? pair << 16 : pair & 0xffff0000u);
     }
 };

@@ -66,18 +66,18 @@ static INLINE float hmax(vf v) { return fold(v, [](float a, float b) { return a 
 
 // ---- loads and stores, unaligned; every type widens to f32 exactly and is rounded to nearest even on the way back
 
-static INLINE vf load(const float* p) {
-    vf v;
+// The bytes at p as a V.
+template <class V>
+static INLINE V unaligned(const void* p) {
+    V v;
     memcpy(&v, p, sizeof v);
     return v;
 }
+
+static INLINE vf load(const float* p) { return unaligned<vf>(p); }
 static INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 
-static INLINE vf load(const bf16* p) {
-    vh h;
-    memcpy(&h, p, sizeof h);
-    return (vf)(__builtin_convertvector(h, vu) << 16);
-}
+static INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector(unaligned<vh>(p), vu) << 16); }
 static INLINE void store(bf16* p, vf v) {
     vu u = (vu)v;
     vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -92,9 +92,7 @@ static INLINE vf load(const f16* p) {
 #elif defined(__AVX2__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-    vh h;
-    memcpy(&h, p, sizeof h);
-    vu u = __builtin_convertvector(h, vu);
+    vu u = __builtin_convertvector(unaligned<vh>(p), vu);
     // Exponent and mantissa in place, scaled by 2^112 to make up for the bias: right for subnormals too.
     vf v = (vf)((u & 0x7fffu) << 13) * 0x1p112f;
     vu special = (u & 0x7c00u) == 0x7c00u ? (vu{} + 0x7f800000u) : vu{};
