@@ -55,7 +55,7 @@ INLINE uint8_t to_minifloat(float x) {
 
 INLINE float load_scale(int64_t type, const uint8_t* p) {
     if (type == SCALE_E4M3) return from_minifloat<4>(*p);
-    if (type == SCALE_F16) return widen(*(const f16*)p);
+    if (type == SCALE_F16) return load_first((const f16*)p, 1)[0];
     return unaligned<float>(p);
 }
 

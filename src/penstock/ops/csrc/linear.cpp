@@ -139,7 +139,7 @@ void pack_rows(const T* x, int64_t ldx, int64_t rows, int64_t k, int64_t padded_
     if (rows == 1) {
         int64_t i = 0;
         for (; i + VW <= k; i += VW) store(out + i, load(x + i));
-        for (; i < padded_k; i++) out[i] = i < k ? widen(x[i]) : 0.0f;
+        if (i < padded_k) store_upto(out + i, load_first(x + i, k - i), padded_k - i);
         return;
     }
     for (int64_t i = 0; i < padded_k; i += VW) {

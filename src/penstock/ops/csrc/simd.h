@@ -172,15 +172,6 @@ static INLINE void store_upto(T* p, vf v, int64_t n) {
         store_first(p, v, n);
 }
 
-static INLINE float widen(float x) { return x; }
-static INLINE float widen(bf16 x) {
-    uint32_t u = (uint32_t)x.bits << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-static INLINE float widen(f16 x) { return load_first(&x, 1)[0]; }
-
 // v rounded to T and back, as if stored and loaded.
 template <class T>
 static INLINE vf rounded(vf v) {
