@@ -23,17 +23,13 @@ INLINE float row_sum(int64_t width, F&& f) {
     return hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-template <class T>
-INLINE float mean_square(const T* x, int64_t width) {
-    return row_sum(width, [&](int64_t i) {
-               vf v = load_upto(x + i, width - i);
-               return v * v;
-           }) / (float)width;
-}
-
 template <class T, class W>
 INLINE void rms_row(const T* x, const W* weight, T* out, int64_t width, float eps, float offset) {
-    const vf scale = set1(1.0f / __builtin_sqrtf(mean_square(x, width) + eps));
+    const float mean_square = row_sum(width, [&](int64_t i) {
+        vf v = load_upto(x + i, width - i);
+        return v * v;
+    }) / (float)width;
+    const vf scale = set1(1.0f / __builtin_sqrtf(mean_square + eps));
     for (int64_t i = 0; i < width; i += VW)
         store_upto(out + i, load_upto(x + i, width - i) * scale * (load_upto(weight + i, width - i) + offset), width - i);
 }
