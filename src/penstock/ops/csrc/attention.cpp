@@ -427,7 +427,5 @@ struct Attention {
 // cache_dtype 3: codes.
 EXPORT void penstock_attention(const Arguments* arguments, double scale, double softcap, int64_t dtype, int64_t cache_dtype) {
     if (cache_dtype == 3) return Attention<code>{*arguments, dtype, (float)scale, (float)softcap}.run();
-    by_dtype(cache_dtype, [&](auto type) {
-        Attention<decltype(type)>{*arguments, dtype, (float)scale, (float)softcap}.run();
-    });
+    by_dtype(cache_dtype, [&](auto type) { Attention<decltype(type)>{*arguments, dtype, (float)scale, (float)softcap}.run(); });
 }

@@ -8,9 +8,7 @@
 #include "dtypes.h"
 
 // One byte of codes.
-struct code {
-    uint8_t bits;
-};
+struct code { uint8_t bits; };
 
 enum Element : int64_t { E4M3, E5M2, INT8, PACKED };
 enum Rule : int64_t { FIXED, PEAK, SIGNED, RANGE, NORM };

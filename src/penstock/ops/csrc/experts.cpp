@@ -41,9 +41,7 @@ struct Arguments {
     int64_t dtype;
 };
 
-struct Glu {
-    float alpha, limit, shift;
-};
+struct Glu { float alpha, limit, shift; };
 
 constexpr int64_t BAND = 16;  // rows of w of a task
 

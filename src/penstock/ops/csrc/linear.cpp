@@ -335,25 +335,19 @@ EXPORT void penstock_pack(const void* from, void* to, int64_t n, int64_t k, int6
                           int64_t dtype) {
     pool::advise_huge(to, penstock_packed_size(n, k, dtype) * (dtype == F32 ? 4 : dtype == FP8 ? 1 : 2));
     if (dtype == FP8) return pack((const code*)from, row_stride, column_stride, n, k, (code*)to);
-    by_dtype(dtype, [&]<class T>(T) {
-        pack((const T*)from, row_stride, column_stride, n, k, (T*)to);
-    });
+    by_dtype(dtype, [&]<class T>(T) { pack((const T*)from, row_stride, column_stride, n, k, (T*)to); });
 }
 
 EXPORT void penstock_linear(const void* x, int64_t ldx, const void* w, const void* bias, void* out, int64_t rows, int64_t n,
                             int64_t k, int64_t dtype, int64_t out_f32) {
     if (rows == 0) return;
     by_dtype(dtype, [&]<class T>(T) {
-        by_output<T>(out_f32, [&]<class O>(O) {
-            linear((const T*)x, ldx, (const T*)w, (const T*)bias, (O*)out, rows, n, k);
-        });
+        by_output<T>(out_f32, [&]<class O>(O) { linear((const T*)x, ldx, (const T*)w, (const T*)bias, (O*)out, rows, n, k); });
     });
 }
 
 void fp8_product(const CodedCall& c) {
-    by_dtype(c.dtype & 255, [&]<class T>(T) {
-        by_output<T>(c.dtype & 256, [&]<class O>(O) { fp8<T, O>(c); });
-    });
+    by_dtype(c.dtype & 255, [&]<class T>(T) { by_output<T>(c.dtype & 256, [&]<class O>(O) { fp8<T, O>(c); }); });
 }
 
 // Returns -1, or the place of the first id outside [0, n): nothing is read then.
@@ -361,8 +355,6 @@ EXPORT int64_t penstock_gather(const int64_t* ids, int64_t rows, const void* w, 
                                int64_t dtype) {
     for (int64_t r = 0; r < rows; r++)
         if (ids[r] < 0 || ids[r] >= n) return r;
-    by_dtype(dtype, [&]<class T>(T) {
-        gather(ids, rows, (const T*)w, k, (T*)out);
-    });
+    by_dtype(dtype, [&]<class T>(T) { gather(ids, rows, (const T*)w, k, (T*)out); });
     return -1;
 }

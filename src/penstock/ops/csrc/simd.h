@@ -24,12 +24,8 @@ typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint32_t vu __attribute__((vector_size(VW * 4)));
 typedef uint16_t vh __attribute__((vector_size(VW * 2)));
 
-struct bf16 {
-    uint16_t bits;
-};
-struct f16 {
-    uint16_t bits;
-};
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
 
 static INLINE vf set1(float x) { return x - vf{}; }
 static INLINE vi iota() {
@@ -144,26 +140,18 @@ static INLINE void store_first(T* p, vf v, int64_t n) {
 #if defined(__AVX512F__)
 static INLINE __mmask16 lanes(int64_t n) { return (__mmask16)(n > 0 ? (1u << n) - 1 : 0); }
 template <>
-INLINE vf load_first(const float* p, int64_t n) {
-    return (vf)_mm512_maskz_loadu_ps(lanes(n), p);
-}
+INLINE vf load_first(const float* p, int64_t n) { return (vf)_mm512_maskz_loadu_ps(lanes(n), p); }
 template <>
-INLINE void store_first(float* p, vf v, int64_t n) {
-    _mm512_mask_storeu_ps(p, lanes(n), (__m512)v);
-}
+INLINE void store_first(float* p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, lanes(n), (__m512)v); }
 template <>
 INLINE vf load_first(const bf16* p, int64_t n) {
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes(n), p)), 16);
 }
 template <>
-INLINE vf load_first(const f16* p, int64_t n) {
-    return (vf)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes(n), p));
-}
+INLINE vf load_first(const f16* p, int64_t n) { return (vf)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes(n), p)); }
 #endif
 template <class T>
-static INLINE vf load_upto(const T* p, int64_t n) {
-    return n >= VW ? load(p) : load_first(p, n);
-}
+static INLINE vf load_upto(const T* p, int64_t n) { return n >= VW ? load(p) : load_first(p, n); }
 template <class T>
 static INLINE void store_upto(T* p, vf v, int64_t n) {
     if (n >= VW)
@@ -180,9 +168,7 @@ static INLINE vf rounded(vf v) {
     return load(buffer);
 }
 template <>
-INLINE vf rounded<float>(vf v) {
-    return v;
-}
+INLINE vf rounded<float>(vf v) { return v; }
 
 // Rows become columns by log2(VW) rounds of interleaving row i with row i + VW / 2.
 template <class V>
