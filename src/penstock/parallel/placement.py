@@ -28,14 +28,12 @@ class Move(NamedTuple):
 def linear(experts: int, ranks: int, slots: int) -> Held:
     """Consecutive experts on each rank."""
     each = -(-experts // ranks)
-    return tuple(tuple(rank * each + slot if slot < each and rank * each + slot < experts else -1 for slot in range(slots))
-                 for rank in range(ranks))
+    return tuple((*range(experts)[rank * each:(rank + 1) * each], *[-1] * slots)[:slots] for rank in range(ranks))
 
 
 def round_robin(experts: int, ranks: int, slots: int) -> Held:
     """Expert e on rank e modulo ranks."""
-    return tuple(tuple(slot * ranks + rank if slot * ranks + rank < experts else -1 for slot in range(slots))
-                 for rank in range(ranks))
+    return tuple((*range(rank, experts, ranks), *[-1] * slots)[:slots] for rank in range(ranks))
 
 
 def places_of(held: Held, experts: int, replicas: int) -> list[list[tuple[int, int]]]:
