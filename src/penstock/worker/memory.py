@@ -57,10 +57,33 @@ class StepShape(NamedTuple):
 
 def working_bytes(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
                   graph_tokens: int = 0) -> Working:
-    """Peak memory of steps of up to `tokens` tokens and `rows` sampled rows, with graphs up to `graph_tokens`."""
-    if device.type == "cuda":
-        return _measured(model, tokens, rows, max_model_len, page, device, graph_tokens)
-    return Working(counted(model.spec, model.dtype, tokens, rows), 0, 0)
+    """Peak memory of steps of up to `tokens` tokens and `rows` sampled rows, with graphs up to `graph_tokens`: on a CPU by
+    count, on a GPU by the driver's free memory. There it runs the largest steps on a small cache, then captures every graph."""
+    if device.type != "cuda":
+        return Working(counted(model.spec, model.dtype, tokens, rows), 0, 0)
+    shapes = largest_steps(tokens, rows, max_model_len, model.kernels.attention.contexts(max_model_len - 1 - tokens),
+                           model.context is not None)
+    small = lay_out(model.states, page, 0)
+    slabs = max(small.slabs_for(count, count) * segments for segments, count, _ in shapes)
+    layout = lay_out(model.states, page, small.slab_bytes * slabs)
+    free = _free(device)
+    worker = Worker(model, layout, rows, max_model_len, device)
+    held = torch.cuda.memory_reserved(device)
+    for segments, count, before in shapes:
+        worker.run(dummy_plan(np.full(segments, count, np.int32), before, layout))
+    left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
+    step, graphs = max(0, free - left - layout.nbytes) + LIST_BYTES, 0
+    if graph_tokens and worker.stream is not None:
+        captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream, worker.sampler)
+        captured.capture()
+        graphs = max(0, left - _free(device))
+        del captured
+    # The model's views would keep the small cache alive.
+    model.detach()
+    del worker
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Working(step, graphs, scratch)
 
 
 def counted(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int) -> int:
@@ -187,34 +210,6 @@ def check(limits: MemoryLimits, config: EngineConfig, specs: Sequence[ModelSpec]
         # The memory of a step is measured later; the cache must fit even without it.
         room = free_bytes(device, limits.utilization) - weights
         plan_memory(limits, config, _states(specs, config), weights, 0, room, occupancy=found)
-
-
-def _measured(model: Decoder, tokens: int, rows: int, max_model_len: int, page: int, device: torch.device,
-              graph_tokens: int) -> Working:
-    """Measures by the driver's free memory: runs the largest steps on a small cache, then captures every CUDA graph."""
-    shapes = largest_steps(tokens, rows, max_model_len, model.kernels.attention.contexts(max_model_len - 1 - tokens),
-                           model.context is not None)
-    small = lay_out(model.states, page, 0)
-    slabs = max(small.slabs_for(count, count) * segments for segments, count, _ in shapes)
-    layout = lay_out(model.states, page, small.slab_bytes * slabs)
-    free = _free(device)
-    worker = Worker(model, layout, rows, max_model_len, device)
-    held = torch.cuda.memory_reserved(device)
-    for segments, count, before in shapes:
-        worker.run(dummy_plan(np.full(segments, count, np.int32), before, layout))
-    left, scratch = _free(device), torch.cuda.memory_reserved(device) - held
-    step, graphs = max(0, free - left - layout.nbytes) + LIST_BYTES, 0
-    if graph_tokens and worker.stream is not None:
-        captured = Graphs(worker.model, worker.rows, page, rows, graph_tokens, worker.stream, worker.sampler)
-        captured.capture()
-        graphs = max(0, left - _free(device))
-        del captured
-    # The model's views would keep the small cache alive.
-    model.detach()
-    del worker
-    gc.collect()
-    torch.cuda.empty_cache()
-    return Working(step, graphs, scratch)
 
 
 def largest_steps(tokens: int, rows: int, max_model_len: int, contexts: Sequence[int], striped: bool) -> list[StepShape]:
