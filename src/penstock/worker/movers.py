@@ -84,10 +84,8 @@ class PageReader:
         for name, path, page, head, nbytes in zip(names, paths, pages, heads, found.tolist(), strict=True):
             mine = sums[at:at + record.sums_of(page.nbytes)]
             at += len(mine)
-            if nbytes < 0:
-                why: str | None = str(OSError(-nbytes, os.strerror(-nbytes), path))
-            else:
-                why = self._fault(name, nbytes, head.data, page, mine)
+            lost = str(OSError(-nbytes, os.strerror(-nbytes), path)) if nbytes < 0 else None
+            why = lost or self._fault(name, nbytes, head.data, page, mine)
             if why is not None:
                 bad[name] = why
         return bad
@@ -305,15 +303,13 @@ class Movers:
         """Reads pages of a load into a buffer first, because they may turn out to be damaged."""
         store = pieces[0].store
         job.begin(store)
-        buffer, failed = self._buffers.get(), False
+        buffer, read, failed = self._buffers.get(), list[tuple[Piece, torch.Tensor]](), True
         try:
-            read = self._fill(job, pieces, buffer)
+            read, failed = self._fill(job, pieces, buffer), False
         except (ConnectionError, TimeoutError) as error:
             self._reports.complain(f"the {self._stores[store].tier} tier of the cache does not answer: {error}")
-            read, failed = [], True
         except Exception:
             LOG.exception("a page of the cache could not be read")
-            read, failed = [], True
         if read and job.wanted():
             copies = ((self._arena.stretch(piece.name.group, piece.page, 1), self._returned(piece.name.group, page, 1))
                       for piece, page in read)
