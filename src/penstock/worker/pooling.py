@@ -1,5 +1,6 @@
 """Hidden states and label logits that a step reports, and their copies to the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,10 @@ class Reports:
         states = hiddens & ~labels
         segments, found = list[Ints](), list[torch.Tensor]()
 
-        def report(of: Places, values: torch.Tensor) -> None:
-            segments.append(of.astype(np.int32))
-            found.append(to_host(values.float()))
+        def report(of: Places, values: Callable[[Places], torch.Tensor]) -> None:
+            if len(of):
+                segments.append(of.astype(np.int32))
+                found.append(to_host(values(of).float()))
 
         def at(places: Places) -> torch.Tensor:
             return hidden.index_select(0, torch.from_numpy(places.astype(np.int64)).to(hidden.device))
@@ -42,13 +44,9 @@ class Reports:
         if (each := states & ~last & ~total).any():
             of = np.repeat(np.arange(len(plan.rows)), plan.counts)
             places = np.flatnonzero(each[of])
-            report(of[places], at(places))
-        if (states & last).any():
-            of = np.flatnonzero(states & last)
-            report(of, at(firsts[of] + plan.counts[of] - 1))
-        if (states & total).any():
-            of = np.flatnonzero(states & total)
-            report(of, sums(of))
+            report(of[places], lambda _: at(places))
+        report(np.flatnonzero(states & last), lambda of: at(firsts[of] + plan.counts[of] - 1))
+        report(np.flatnonzero(states & total), sums)
         self._segments, self._parts = segments, found
         self._labels: list[tuple[int, list[torch.Tensor]]] = []
         """Logits of segments, in pieces."""
