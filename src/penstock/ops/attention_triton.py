@@ -68,18 +68,16 @@ class TritonAttention(AttentionOps):
             size, itemsize = q.shape[2], q.element_size()
         assert v_cache.stride() == stride and stride[3] == 1, "keys and values have equal strides, and each entry is contiguous"
         assert not tail or (v_cache.data_ptr() == k_cache.data_ptr() and kv_heads == 1), "longer keys begin with their values"
-        given = Geometry(heads, kv_heads, size, page, window, itemsize, sloped=slopes is not None, tail=tail,
-                         codec=scales.codec.name if scales is not None else "")
+        geometry = Geometry(heads, kv_heads, size, page, window, itemsize, sloped=slopes is not None, tail=tail,
+                            codec=scales.codec.name if scales is not None else "")
         segments = context.shape[0]
         if (not tail and len(library) == segments and attention_library.exact(library)
                 and len(attention_library.groups(library)) == 1):
             whole = attention_library.whole_prompts(q, k_cache, v_cache, table, scale, library, scales, sinks)
             return whole.flatten(0, 1).contiguous()
         if work is None:
-            found = self.prepare(given, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, library)
+            found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), segments, tokens, library)
             work = torch.from_numpy(found).to(q.device)
-        geometry = attention_work.served(given)
-        k_cache = k_cache.expand(-1, geometry.kv_heads, -1, -1)
         layout = attention_work.layout(geometry, segments, tokens, self.invariant)
         out = torch.empty(tokens, heads, size, dtype=q.dtype, device=q.device)
         for launch in (layout.narrow, layout.broad):
@@ -106,8 +104,6 @@ class TritonAttention(AttentionOps):
             found = self.prepare(geometry, np.diff(query_start.cpu().numpy()), context.cpu().numpy(), tokens, tokens, library)
             work = torch.from_numpy(found).to(q.device)
         out, sums = q.new_zeros(tokens, heads, size), torch.full((tokens, heads), LEAST, device=q.device)
-        geometry = attention_work.served(geometry)
-        k_cache = k_cache.expand(-1, geometry.kv_heads, -1, -1)
         launch = attention_work.layout(geometry, tokens, tokens, self.invariant).narrow
         self._launch(launch, geometry, False, q, k_cache, v_cache, table, scale, softcap, None if stripe.number else sinks,
                      None, work, out, scales, sums)
@@ -136,7 +132,9 @@ class TritonAttention(AttentionOps):
                 logs: torch.Tensor | None = None, tree: Tree | None = None) -> None:
         from penstock.ops.attention_kernel import attend  # triton takes 0.3 s to import, and may be absent
 
+        geometry = attention_work.served(geometry)
         shape, size, kv_heads = launch.shape, geometry.head_size, geometry.kv_heads
+        k_cache = k_cache.expand(-1, kv_heads, -1, -1)
         group = geometry.heads // kv_heads
         block_d = _block(size)
         room = launch.slots * kv_heads * group
