@@ -27,7 +27,8 @@ ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODELS = {"Llama4Text": "Llama4ForCausalLM", "Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel",
           "Gemma3nText": "Gemma3nForCausalLM", "Gemma4Text": "Gemma4ForCausalLM",
           "Gemma4UnifiedText": "Gemma4UnifiedForCausalLM",
-          "Exaone": "LlamaForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
+          "Exaone": "LlamaForCausalLM", "SarvamMoE": "Glm4MoeForCausalLM", "SarvamMLA": "DeepseekV3ForCausalLM",
+          "Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 """Model classes that are not called `kind` + ForCausalLM."""
 
 
@@ -198,6 +199,11 @@ CASES = [
                                         "attention_bias": True, "routed_scaling_factor": 2.5}),
     Case("glm4-moe-dense", "Glm4Moe", {**EVEN, **TIED, **SIGMOID, "first_k_dense_replace": 2, "n_shared_experts": 2,
                                        "norm_topk_prob": False}),
+    Case("sarvam-saved", "SarvamMoE", {**ODD, **SIGMOID, "attention_bias": True}),
+    Case("sarvam-odd", "SarvamMoE", {**ODD, **SIGMOID, "routed_scaling_factor": 1.7}, rewrite=foreign.sarvam),
+    Case("sarvam-groups", "SarvamMoE", {**WIDE, **TIED, **SIGMOID, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+                                        "attention_bias": True, "first_k_dense_replace": 0, **rope("default")},
+         rewrite=foreign.sarvam),
     Case("dots1-odd", "Dots1", {**ODD, **SIGMOID, "n_shared_experts": 2}),
     Case("dots1-window", "Dots1", {**EVEN, **SIGMOID, "sliding_window": 19, "max_window_layers": 1, "n_group": 7,
                                    "n_routed_experts": 14, "topk_group": 3, "num_experts_per_tok": 4}),
@@ -309,6 +315,15 @@ CASES = [
     Case("deepseek3-experts", "DeepseekV3", {**MLA, **MIXED, **MSCALE, "n_group": 2, "topk_group": 1, "n_routed_experts": 6,
                                              "num_nextn_predict_layers": 1}),
     Case("deepseek3-ungrouped", "DeepseekV3", {**MLA, **MIXED, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    Case("axk1-odd", "AXK1", {**MLA, **MIXED, "q_lora_rank": 24, "n_group": 1, "topk_group": 1}),
+    Case("axk1-published", "AXK1", {**MLA, **MIXED, **TIED, **MSCALE, "q_lora_rank": 7, "n_group": 3, "topk_group": 2,
+                                    "n_routed_experts": 9, "rms_norm_eps": 1e-4, "first_k_dense_replace": 2},
+         rewrite=foreign.axk1),
+    Case("axk1-interleaved", "AXK1", {**MLA, **MIXED, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+                                      "mlp_layer_types": SPARSE_DENSE, "n_shared_experts": 2, "rope_interleave": False}),
+    Case("sarvammla-saved", "SarvamMLA", {**MLA, **MIXED}),
+    Case("sarvammla-published", "SarvamMLA", {**MLA, **MIXED, **MSCALE, "q_lora_rank": None, "n_shared_experts": 2},
+         rewrite=foreign.sarvam),
     Case("deepseek32-short", "DeepseekV32", {**SPARSE, "index_topk": 200}),
     Case("deepseek32-long", "DeepseekV32", {**SPARSE, **MSCALE, "index_topk": 11, "index_n_heads": 9}),
     Case("deepseek32-experts", "DeepseekV32", {**SPARSE, **TIED, **MIXED, "index_topk": 40, "n_group": 1, "topk_group": 1}),

@@ -52,6 +52,25 @@ def beside_towers(weights: Weights, config: dict[str, Any], *, architecture: str
         "architectures": [architecture], "model_type": model_type, "text_config": text, "vision_config": {"hidden_size": 3}}
 
 
+def sarvam(weights: Weights, config: dict[str, Any]) -> tuple[Weights, dict[str, Any]]:
+    """Sarvam's configs by the names of the published checkpoints. transformers writes the tensors under their names itself."""
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"}
+    assert config["model_type"] == "sarvam_mla" or "model.layers.0.attention.query_key_value.weight" in weights, sorted(weights)
+    values = {names.get(name, name): value for name, value in config.items() if name != "rope_parameters"}
+    turn = dict(config["rope_parameters"])
+    if turn["rope_type"] == "yarn":
+        values |= {"head_dim": 99, "rope_scaling": {**turn, "rope_type": "deepseek_yarn"}}
+    kind = "SarvamMoEForCausalLM" if config["model_type"] == "sarvam_moe" else "SarvamMLAForCausalLM"
+    return weights, {**values, "architectures": [kind], "rope_theta": turn["rope_theta"],
+                     "auto_map": {"AutoModelForCausalLM": f"modeling_sarvam.{kind}"}}
+
+
+def axk1(weights: Weights, config: dict[str, Any]) -> tuple[Weights, dict[str, Any]]:
+    """Published checkpoints store a norm for dense layers, too, which nobody reads."""
+    assert "model.layers.2.post_mlp_layernorm.weight" in weights, sorted(weights)
+    return {**weights, "model.layers.0.post_mlp_layernorm.weight": weights["model.norm.weight"] * 9}, config
+
+
 def internlm2(weights: Weights, config: dict[str, Any]) -> tuple[Weights, dict[str, Any]]:
     weights = _merged(weights, "wqkv", config["head_dim"])
     return _renamed(weights, ("embed_tokens", "tok_embeddings"), ("self_attn.wqkv", "attention.wqkv"),

@@ -75,6 +75,23 @@ def test_layers_for_drafting_are_left_out(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
+def test_axk1_says_whether_its_routers_have_a_correction(tmp_path: Path) -> None:
+    """Published checkpoints have none, for which transformers takes zeros."""
+    model = make(next(case for case in CASES if case.name == "axk1-published"), tmp_path)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.zero_()
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "correction" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"missing.*\n.*e_score_correction_bias"):
+        open_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "topk_method": "group_limited_greedy"}))
+    prompt = list(range(3, 60))
+    expected, _ = chosen(model, prompt, [0])
+    torch.testing.assert_close(Runner(open_model(tmp_path)).prompt(0, prompt), expected, atol=1e-4, rtol=0)
+
+
 def test_delta_nets_have_one_activation(tmp_path: Path) -> None:
     """hidden_act would change their convolution, too, whose kernels know silu alone."""
     make(next(case for case in CASES if case.name == "qwen3next-odd"), tmp_path)

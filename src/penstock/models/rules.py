@@ -25,6 +25,8 @@ class Rule:
     source: str
     target: str | None
     change: Change | None = None
+    spare: bool = False
+    """Tensors whose parameter the model does not have are left out."""
 
     @classmethod
     def named(cls, source: str, names: Names, stem: str = "blocks.#.") -> "tuple[Rule, ...]":

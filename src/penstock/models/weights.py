@@ -77,6 +77,8 @@ def assign(spec: ModelSpec, rules: Sequence[Rule], tensors: dict[str, Stored],
             continue
         if _beyond(name, spec) or _unread(target, spec):
             continue
+        if rule is not None and rule.spare and target not in places:
+            continue
         if rule is None or target not in places:
             unused.append(f"{name} {list(tensor.shape)}")
             continue

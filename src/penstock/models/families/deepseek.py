@@ -1,4 +1,5 @@
-"""DeepSeek V2, V3, R1 and V3.2, Kimi K2, GLM-4.7-Flash, GLM-5: latent attention, dense layers first, then mixtures of experts.
+"""DeepSeek V2, V3, R1 and V3.2, Kimi K2, GLM-4.7-Flash, GLM-5, A.X K1, Sarvam 105B: latent attention, dense layers first, then
+mixtures of experts.
 Youtu-LLM: dense layers alone.
 
 Layers behind the last one draft (multi-token prediction): `models/draft_heads.py`."""
@@ -50,7 +51,8 @@ def _sparse(config: Config, attention: family.LatentAttentionSpec) -> SparseLate
 
 def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSpec:
     """`mlps`: the layers' feed-forward parts, if they are not DeepSeek's."""
-    turn = rope(config, config.integer("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True))
+    turn = rope(config, config.integer("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True),
+                aliases={"deepseek_yarn": "yarn"})
     attention = parts.latent_attention(config, turn)
     if "index_topk" in config.values:
         attention = _sparse(config, attention)
@@ -60,7 +62,25 @@ def spec(config: Config, mlps: Callable[[Config], Any] | None = None) -> ModelSp
     return parts.layered(config, attention, forward, parts.rms_norm(config), beyond=parts.draft_layers(config))
 
 
+def axk1(config: Config) -> ModelSpec:
+    """One more norm after each mixture. Published checkpoints route without a correction, which their `topk_method` says."""
+    corrected = config.values.get("topk_method", "noaux_tc") == "noaux_tc"
+    found = spec(config, partial(parts.dense_then_experts, routing=lambda config: dataclasses.replace(
+        routing(config), corrected=corrected)))
+    blocks = []
+    for attention, (mlp,) in (block.stages for block in found.blocks):
+        post = None if isinstance(mlp.body, family.MLPSpec) else parts.rms_norm(config)
+        blocks.append(family.BlockSpec((attention, (dataclasses.replace(mlp, post=post),))))
+    return dataclasses.replace(found, blocks=tuple(blocks))
+
+
 LIKE = (
+    Like(("AXK1ForCausalLM",), ("axk1",), {**DEFAULTS, "max_position_embeddings": 32768, "n_routed_experts": 192,
+         "first_k_dense_replace": 1}, axk1,
+         (Rule("model.layers.#.[mlp.]post_mlp_layernorm.weight", "blocks.#.mlp.post.weight", spare=True), *RULES)),
+    Like(("SarvamMLAForCausalLM",), ("sarvam_mla",), {**DEFAULTS, "q_lora_rank": 0, "n_routed_experts": 128, "n_group": 1,
+         "topk_group": 1, "first_k_dense_replace": 1},
+         lambda config: spec(config.renamed(num_shared_experts="n_shared_experts")), RULES),
     Like(("DeepseekV2ForCausalLM",), ("deepseek_v2",), {**_ALL, "max_position_embeddings": 2048, "topk_method": "greedy",
          "n_routed_experts": 64, "n_shared_experts": 2}, spec, RULES),
     Like(("DeepseekV32ForCausalLM",), ("deepseek_v32",), {**DEFAULTS, "max_position_embeddings": 163840, "index_topk": 2048},

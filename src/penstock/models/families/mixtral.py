@@ -39,10 +39,15 @@ def minimax_m2(config: Config) -> ModelSpec:
                       fraction=config.integer("rotary_dim", size) / size, beyond=parts.draft_layers(config))
 
 
-def glm4_moe(config: Config) -> ModelSpec:
+def glm4_moe(config: Config, fraction: float = 0.5, theta: float = 10000.0) -> ModelSpec:
     """GLM-4.5, 4.6 and 4.7: dense layers first, then experts by corrected sigmoids in groups, and a shared one."""
     return llama.spec(config, mlps=parts.dense_then_experts, normed="before" if config.flag("use_qk_norm", False) else "",
-                      fraction=0.5, beyond=parts.draft_layers(config))
+                      fraction=fraction, theta=theta, beyond=parts.draft_layers(config))
+
+
+def sarvam(config: Config) -> ModelSpec:
+    """Sarvam 30B: the same, whose heads rotate wholly."""
+    return glm4_moe(config.renamed(num_shared_experts="n_shared_experts", use_qkv_bias="attention_bias"), 1.0, 8000000.0)
 
 
 def hunyuan3(config: Config) -> ModelSpec:
@@ -227,6 +232,11 @@ ERNIE = (Rule("model.layers.#.mlp.[gate.]moe_statics.e_score_correction_bias", "
          Rule("lm_head.bias", "head.bias"), Rule("model.mtp_**", None), *EXPERTS)
 PHI = (*rules.MIXTRAL_EXPERTS, Rule("model.layers.#.mlp.router.weight", "blocks.#.mlp.router.weight"),
        Rule("lm_head.bias", "head.bias"), *rules.LAYER_NORM_LLAMA)
+SARVAM = (Rule("model.word_embeddings.weight", "embedding.weight"), *Rule.named("model.layers.#.", {
+    "attention.query_key_value.*": "attention.qkv.*", "attention.dense.*": "attention.o.*",
+    "attention.query_layernorm.weight": "attention.q_norm.weight", "mlp.gate.expert_bias": "mlp.correction",
+    "attention.key_layernorm.weight": "attention.k_norm.weight"}), *EXPERTS)
+"""transformers writes these names for a model that its config calls GLM's."""
 GLM = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "n_routed_experts": 128,
        "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1408,
        "attention_out_bias": False}
@@ -240,7 +250,10 @@ LIKE = (
          partial(llama.granite_swa, mlps=_granite_experts), GRANITE),
     Like(("Dots1ForCausalLM",), ("dots1",), {"max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_shared_experts": 0,
          "moe_intermediate_size": 1408, "norm_topk_prob": False}, dots1, EXPERTS),
-    Like(("Glm4MoeForCausalLM",), ("glm4_moe",), GLM, glm4_moe, EXPERTS),
+    Like(("Glm4MoeForCausalLM",), ("glm4_moe",), GLM, glm4_moe, (*EXPERTS, *SARVAM)),
+    Like(("SarvamMoEForCausalLM",), ("sarvam_moe",), {**GLM, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-6,
+         "num_experts_per_tok": 6, "use_qk_norm": True, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.5},
+         sarvam, SARVAM),
     Like(("Cohere2MoeForCausalLM",), ("cohere2_moe",),
          {"max_position_embeddings": 8192, "head_dim": 128, "expert_selection_fn": "softmax", "num_experts_per_tok": 2,
           "shared_expert_combination_strategy": "average"}, cohere2, EXPERTS),
