@@ -110,6 +110,13 @@ def granite(config: Config, *, sinks: bool = False, **more: Any) -> ModelSpec:
                 head=family.HeadSpec(config.flag("tie_word_embeddings", False), divisor=config.number("logits_scaling", 1.0)))
 
 
+def hyperclovax(config: Config) -> ModelSpec:
+    """Granite whose logits are multiplied, not divided, and perhaps with a norm behind each branch."""
+    factor = config.nullable_number("attention_multiplier", 0.0) or parts.head_size(config) ** -0.5
+    return granite(config.changed(attention_multiplier=factor, logits_scaling=1.0 / config.number("logits_scaling", 1.0)),
+                   post=config.flag("use_post_norm", True))
+
+
 def granite_swa(config: Config, **more: Any) -> ModelSpec:
     """Granite with sinks, windows but in every fourth layer, and perhaps each layer's own base of the rotation; 0: none."""
     turn, layers = rope(config, parts.head_size(config)), config.integer("num_hidden_layers")
@@ -224,6 +231,8 @@ LIKE = (
          "rms_norm_eps": 1e-5, "tie_word_embeddings": True}, granite_swa),
     Like(("HeliumForCausalLM",), ("helium",), {"max_position_embeddings": 4096, "head_dim": 128, "attention_out_bias": False,
          "rms_norm_eps": 1e-8}, partial(spec, theta=100000.0, interleaved=True)),
+    Like(("HyperCLOVAXForCausalLM",), ("hyperclovax",), DEFAULTS, hyperclovax, (*rules.LLAMA, *Rule.named("model.layers.#.", {
+        "post_norm1.weight": "attention.post.weight", "post_norm2.weight": "mlp.post.weight"}))),
     Like(("HunYuanDenseV1ForCausalLM",), ("hunyuan_v1_dense",),
          {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}, partial(spec, normed="after"), HUNYUAN),
     Like(("InternLM2ForCausalLM", "InternLM3ForCausalLM"), ("internlm2", "internlm3"),
