@@ -61,10 +61,9 @@ function tell(at) {
     (reading.length ? `, ${reading.map(([name, start, count]) => `${name} takes positions ${start} to ${start + count}`).join(", ")}` : "");
 }
 
-function bar(label, share, text, colour) {
+function bar(label, share, text) {
   const inner = h("i");
   inner.style.width = `${Math.min(100, 100 * share)}%`;
-  if (colour) inner.style.background = colour;
   return h("div", { class: "line" }, h("span", {}, label), h("span", { class: "bar" }, inner), h("span", {}, text));
 }
 
