@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from penstock.core.state import Field, Snapshot, StateSpec
 from penstock.layers.block import BlockSpec, BranchSpec
-from penstock.layers.build import Build, Linear, LinearSpec, Parameter, Piece
+from penstock.layers.build import Build, Linear, LinearSpec, Mixer, Parameter, Piece
 from penstock.layers.spec import ModelSpec
 from penstock.layers.step import StateView, Step, Works
 from penstock.models import parts, rules
@@ -55,21 +55,14 @@ class RecurrenceSpec:
         return Recurrence(self, path, build)
 
 
-class Recurrence:
+class Recurrence(Mixer):
     looks_around = True
 
     def __init__(self, spec: RecurrenceSpec, path: str, build: Build) -> None:
         self.w, self.u = (Linear(linear, f"{path}.{name}", build) for name, linear in zip("wu", spec.linears, strict=True))
 
-    @property
-    def linears(self) -> Sequence[Linear]:
-        return self.w, self.u
-
     def attach(self, views: Sequence[StateView], works: Works) -> None:
         (self.view,) = views
-
-    def leave_sum(self) -> bool:
-        return False
 
     def detach(self) -> None:
         del self.view
