@@ -246,6 +246,8 @@ class TritonExperts(ExpertsOps):
             plan = choose(len(x), own, up.count, self.invariant, boxes, down.k <= 1024)
         if x.dtype == torch.float32:
             plan = plan._replace(up=_exact(plan.up), down=_exact(plan.down), high=0)
+        if self.invariant:  # which tiles a token is in must not depend on others' picks
+            plan = plan._replace(high=0)
         return launch(plan, x, picks, weights, up, down, glu, up_bias, down_bias, inward, shared, whole)
 
 

@@ -161,7 +161,7 @@ def latent_write(q: torch.Tensor, latent: torch.Tensor, norm: torch.Tensor, eps:
         q, latent, norm, positions, slots, cache, cos, sin, out, float(eps), q.stride(0), q.stride(1), latent.stride(0),
         cache.stride(0), cache.stride(2), out.stride(0), out.stride(1), heads=heads, start=size - 2 * half, width=width,
         half=half, page=cache.shape[2], interleaved=interleaved, many=many, near=gpu.covering(half), wide=gpu.covering(width),
-        num_warps=4 if tokens <= 512 else 1, **gpu.linked(q.device))
+        num_warps=4, **gpu.linked(q.device))
 
 
 _TALL = 32
