@@ -64,10 +64,15 @@ class MLP(Mixer):
 
     def __init__(self, spec: MLPSpec, path: str, build: Build) -> None:
         inner = f"{path}.gate_up" if spec.gated else f"{path}.up"
-        self.up: Linear = Linear(spec.input, inner, build) if spec.activation == "none" else Xielu(
-            spec.input, inner, build, f"{path}.act") if spec.activation == "xielu" else Cut(
-                spec.input, inner, build, spec.activation, *spec.cut) if spec.cut is not None else Activated(
-                    spec.input, inner, build, spec.activation, spec.gated)
+        self.up: Linear
+        if spec.activation == "none":
+            self.up = Linear(spec.input, inner, build)
+        elif spec.activation == "xielu":
+            self.up = Xielu(spec.input, inner, build, f"{path}.act")
+        elif spec.cut is not None:
+            self.up = Cut(spec.input, inner, build, spec.activation, *spec.cut)
+        else:
+            self.up = Activated(spec.input, inner, build, spec.activation, spec.gated)
         self.down = Linear(spec.output, f"{path}.down", build)
         self.up.weight.reader = self.down.weight
         self._number = int(path.split(".")[1]) if spec.given else -1
