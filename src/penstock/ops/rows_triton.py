@@ -176,7 +176,7 @@ class LibraryHeadLinear(HeadLinearOps):
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         if len(x) <= _TALL and x.dtype != torch.float32:
-            _head_linear(x, weight, out, 64 if weight.shape[2] > 256 else 16, 128)
+            _head_linear(x, weight, out, 16 if len(x) <= 16 else 32, 64 if weight.shape[2] > 256 else 16, 128)
         else:
             torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
@@ -187,15 +187,14 @@ class InvariantHeadLinear(HeadLinearOps):
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        _head_linear(x, weight, out, 64, 64)
+        _head_linear(x, weight, out, 16, 64, 64)
 
 
-def _head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, wide: int, deep: int) -> None:
+def _head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tall: int, wide: int, deep: int) -> None:
     tokens, heads, k = x.shape
     n = weight.shape[2]
     if tokens == 0:
         return
-    tall = 16 if tokens <= 16 or wide == deep else 32
     kernels.head_linear[(-(-tokens // tall), heads, -(-n // wide))](
         x, weight, out, tokens, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), weight.stride(2),
         out.stride(0), out.stride(1), n=n, k=k, block_m=tall, block_n=wide, block_k=deep, ahead=min(k // deep, 4),
