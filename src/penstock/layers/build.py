@@ -402,9 +402,9 @@ class Mixer(Protocol):
         """From now on returns this rank's part, if the last thing that it does is to sum over ranks; else returns False."""
         return False
 
-    def leave_parts(self) -> bool:
-        """From now on may return [T, P, width], of which the caller takes the sum over P; or returns False."""
-        return False
+    def leave_parts(self) -> None:
+        """From now on it may return [T, P, width], of which the caller takes the sum over P."""
+        return
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Runs on a step, updating its states for all of its tokens. With `ends` [E], results are for those tokens alone."""

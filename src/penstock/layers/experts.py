@@ -223,10 +223,8 @@ class Experts(Mixer):
         self._reduce = None
         return True
 
-    def leave_parts(self) -> bool:
-        self._leaves_parts = (self.up.grouped.leaves_parts and self._data is None and self.residency is None
-                              and self.placement is None)
-        return self._leaves_parts
+    def leave_parts(self) -> None:
+        self._leaves_parts = self._data is None and self.residency is None and self.placement is None
 
     def __call__(self, x: torch.Tensor, step: Step, ends: torch.Tensor | None = None) -> torch.Tensor:
         spec, counted = self.spec, (self.counts, step.query_start[-1:])
@@ -256,10 +254,9 @@ class Experts(Mixer):
         if self.residency is not None:
             places, join = self.residency.begin(x, places, weights, whole=bool(apart))
         told = self.up, self.down, spec.glu, self.up_bias, self.down_bias, spec.inward
-        # Behind one row's short programs, two launches take less than one, as each begins while the one before runs.
-        short = len(x) == 1 and self.up.coded is not None
-        whole = not self._leaves_parts or short or bool(apart) or (self.shared is not None and shared is None)
-        out = self.up.grouped.apply(x, places, weights, *told, shared, whole)
+        added = bool(apart) or (self.shared is not None and shared is None)  # to the sum
+        parts = self._leaves_parts and not added and self.up.grouped.leaves_parts(len(x), self.up)
+        out = self.up.grouped.apply(x, places, weights, *told, shared, not parts)
         if join is not None:
             join(out)
         for rows, factors in apart:

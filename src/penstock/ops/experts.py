@@ -82,8 +82,6 @@ class ExpertsOps:
 
     invariant = False
     """Sums are in one order, whatever the number of tokens."""
-    leaves_parts = False
-    """`apply` can leave the sum over picks to `add_rms_norm`."""
 
     def pack(self, matrices: torch.Tensor) -> Stack:
         """Packs [E, n, k] matrices of f32, f16 or bf16 into the layout that `apply` reads."""
@@ -100,6 +98,10 @@ class ExpertsOps:
         activations of `dtype`. `apply` takes two stacks of any schemes. With `slots`, so many of the matrices are on the
         `device`, and all in pinned host memory, where parts of plain ones are already."""
         return self.pack(scheme.decode(parts, dtype).view(count, *shape))
+
+    def leaves_parts(self, _tokens: int, _up: Stack) -> bool:
+        """Whether `apply` can leave the sum over picks of so many tokens to `add_rms_norm`, and is faster so."""
+        return False
 
     def joins(self, _tokens: int, _picks: int, _up: Stack, _down: Stack, _shared: tuple[Weight, Weight]) -> bool:
         """Whether `apply` takes `shared` matrices for so many tokens."""

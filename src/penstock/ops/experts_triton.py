@@ -210,8 +210,6 @@ def launch(plan: Plan, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tens
 class TritonExperts(ExpertsOps):
     """The order of a product's summation may depend on the number of tokens."""
 
-    leaves_parts = True
-
     def products(self, x: torch.Tensor, picks: torch.Tensor, stack: Stack, bias: torch.Tensor | None) -> torch.Tensor:
         tile = Tile(16, 64, 128, stages=2, swap=True) if stack.coded is None else choose_coded(1, 16, stack, stack, True).down
         out = torch.empty(len(x), stack.n, dtype=x.dtype, device=x.device)
@@ -227,6 +225,10 @@ class TritonExperts(ExpertsOps):
         if scheme.name == "plain" and device is not None:
             return HostedStack(parts["weight"].view(count, *shape), slots, device, self)
         return experts_coded.pack(scheme, parts, count, shape, dtype, self, slots, device)
+
+    def leaves_parts(self, tokens: int, up: Stack) -> bool:
+        # Behind one row's short programs, two launches take less than one, as each begins while the one before runs.
+        return tokens > 1 or up.coded is None
 
     def joins(self, tokens: int, picks: int, up: Stack, down: Stack, shared: tuple[Weight, Weight]) -> bool:
         """Of plain matrices, and while the kernels need no descriptor of a tensor."""
